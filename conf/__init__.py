@@ -1,0 +1,1 @@
+"""Configuration files, shipped in the wheel as `torchrec_kstep._conf`."""

@@ -1,0 +1,1 @@
+"""Configuration: dataclass schemas, and the only code that reads YAML, overrides and environment variables."""

@@ -1,0 +1,149 @@
+"""The schema of every configuration key: one frozen dataclass per group of `conf/`.
+
+A key's comment gives its meaning and unit. A group is added together with the feature that reads it. Values are checked
+against each other in `config.validate`; nothing here opens a file.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SyntheticConfig:
+    """A seeded Criteo-shaped stream: Zipf ids, multi-hot bags, labels from a planted teacher."""
+
+    num_train_rows: int = 1_000_000  # rows in the training split
+    num_eval_rows: int = 50_000  # rows in the validation and in the test split, each
+    num_dense: int = 13  # dense columns
+    num_rows_per_table: list[int] = field(default_factory=lambda: [100_000] * 26)  # rows of each table, one entry a feature
+    max_ids_per_bag: int = 1  # bag sizes are uniform in 1..this many ids
+    zipf_exponent: float = 1.05  # p(i) ~ i^-s over each table's rows
+    seed: int = 1  # seed of the stream and of its teacher, apart from the run's seed
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on, and how raw logs become files."""
+
+    name: str = "movielens_100k"  # movielens_100k | movielens_1m | frappe | criteo | avazu | synthetic
+    source: str = ""  # raw files: a file, folder or glob; "" = the copy inside the recbole package (movielens_100k only)
+    path: str = ""  # folder of the prepared set; "" = prepared/<name>
+    limit: int = 0  # rows of the training split used; 0 = all
+    shuffle: bool = True  # shuffle training rows each epoch, by seed
+    shuffle_row_groups: int = 16  # row groups mixed at a time: more mixes better and holds more rows in memory
+    prefetch_batches: int = 2  # batches decoded ahead by a background thread; 0 = none
+    # --- used by `prepare` only ---
+    encoding: str = "vocabulary"  # vocabulary | hash: how raw categorical values become row ids
+    num_hash_rows: int = 100_000  # rows of each table under encoding=hash, reserved ids included
+    min_count: int = 1  # values seen fewer times in the training split share the id "unseen"
+    max_bad_lines: int = 0  # malformed lines skipped and counted before preparation fails
+    rows_per_row_group: int = 65_536  # rows in a Parquet row group, the unit of shuffling and of splitting over ranks
+    validation_fraction: float = 0.1  # share of rows held out for validation, where the source has no split of its own
+    test_fraction: float = 0.1  # share of rows held out for the test
+    split_seed: int = 2026  # seed of that random split
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which CTR model, and its sizes."""
+
+    name: str = "deepfm"  # dlrm | deepfm | wide_deep | dcn | dcnv2
+    embedding_dim: int = 16  # columns of every embedding table
+    mlp: list[int] = field(default_factory=lambda: [256, 128])  # widths of the deep (over) network
+    bottom_mlp: list[int] = field(default_factory=lambda: [64])  # widths of DLRM's dense network before the last, embedding_dim
+    dropout: float = 0.0  # probability of dropping a unit of the deep network
+    num_cross_layers: int = 3  # cross layers of DCN and DCNv2
+    cross_rank: int = 0  # rank of DCNv2's cross matrices; 0 = full
+    pooling: str = "sum"  # sum | mean: how a bag of several ids is pooled
+    embedding_init_std: float = 0.01  # standard deviation of the normal initial rows
+
+
+@dataclass(frozen=True)
+class PlannerConfig:
+    """How tables are sharded."""
+
+    sharding: str = "auto"  # auto | data_parallel | table_wise | row_wise | column_wise | table_row_wise
+    kernel: str = "dense"  # dense: gradients and torch.optim; fused: FBGEMM updates rows inside backward
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizers of the dense parameters and of the tables."""
+
+    dense: str = "adam"  # adam | sgd | adagrad: optimizer of the dense parameters
+    embedding: str = "adam"  # adam | sgd | adagrad | rowwise_adagrad: optimizer of the tables (kernel=fused: not adam)
+    lr: float = 1e-3  # learning rate of the dense parameters
+    embedding_lr: float = 1e-3  # learning rate of the tables
+    beta1: float = 0.9  # decay of Adam's first moment, per step
+    beta2: float = 0.999  # decay of Adam's second moment, per step
+    eps: float = 1e-8  # added to Adam's and Adagrad's root
+    weight_decay: float = 0.0  # L2 added to the gradient of dense parameters
+    embedding_l2: float = 0.0  # L2 added to the gradient of table rows (kernel=dense only)
+    clip_norm: float = 0.0  # bound on the global norm of dense gradients; 0 = none
+    schedule: str = "constant"  # constant | linear | cosine: decay after the warm-up, down to zero at the last step
+    warmup_steps: int = 0  # steps of linear warm-up from zero
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop."""
+
+    batch_size: int = 256  # rows per rank and micro-batch
+    accumulation: int = 1  # micro-batches per optimizer step
+    eval_batch_size: int = 4096  # rows per rank in evaluation
+    epochs: int = 10  # passes over the training split
+    max_steps: int = 0  # optimizer steps at most; 0 = no bound
+    seed: int = 1  # seed of initial weights, order of rows and dropout
+    eval_every_epochs: int = 1  # evaluate on validation after this many epochs
+    early_stop_patience: int = 2  # evaluations without a better validation AUC before stopping; 0 = never stop early
+    log_every_steps: int = 50  # steps between log lines
+    pipeline: str = "sparse_dist"  # sparse_dist | base | plain: TorchRec's train pipelines, or none
+    device: str = "cpu"  # cpu | cuda
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    every_steps: int = 0  # optimizer steps between checkpoints; 0 = at the end of each epoch only
+    keep: int = 2  # newest checkpoints kept
+    resume: bool = True  # continue from the newest checkpoint in the run directory, if there is one
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """Where numbers go."""
+
+    tensorboard: bool = True  # write TensorBoard events into the run directory
+    progress: str = "auto"  # auto | bar | lines | none: a bar on a terminal, lines elsewhere
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """Ranks and their deadlines."""
+
+    timeout_s: float = 120.0  # seconds that any collective may wait before the job fails
+    backend: str = "gloo"  # gloo | nccl
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything `python -m torchrec_kstep.train` reads."""
+
+    run_dir: str = ""  # folder of this run; "" = runs/<date>_<time>_<model>_<data>, made by rank 0
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Everything `python -m torchrec_kstep.prepare` reads."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    overwrite: bool = False  # replace a prepared set made from other sources or options
