@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
-#include "../common/schema.h"
-#include "../common/status.h"
+#include "common/schema.h"
+#include "common/status.h"
 
 namespace kstep {
 
