@@ -80,6 +80,9 @@ struct TableSpec {
   RecordSchema schema;
   InitSpec init;
   std::uint64_t seed = 0;
+  // Column of the whole table that is column 0 here: initial values are those of the whole table
+  // however it is cut into column shards.
+  std::uint32_t first_column = 0;
 };
 
 }  // namespace kstep

@@ -6,7 +6,7 @@
 // Ownership: the RowSource owns the memory behind every address it hands out. An address is valid from the `pin` that
 // returned it to the `unpin` of that ticket.
 // Threads: calls on one RowSource are serialised by the caller (the op unit holds one mutex per group). Between `pin`
-// and `unpin` the caller's threads read the pinned payloads, and under `PinMode::kUpdate` write them, each row from one
+// and `unpin` the caller's threads read the pinned payloads, and under `PinMode::Update` write them, each row from one
 // thread at a time. Several tickets may be open at once.
 #pragma once
 
@@ -22,8 +22,8 @@
 namespace kstep {
 
 enum class PinMode {
-  kRead,    // the caller only reads. A never-touched row is shown with its initial values and stays never-touched.
-  kUpdate,  // the caller will write every row of the call. A never-touched row is materialised first.
+  Read,     // the caller only reads. A never-touched row is shown with its initial values and stays never-touched.
+  Update,   // the caller will write every row of the call. A never-touched row is materialised first.
 };
 
 // Names the rows of one successful `pin` until they are unpinned. Zero is never a valid ticket.
@@ -51,20 +51,20 @@ class RowSource {
   // tables()[table].schema says and at least 16-byte aligned.
   // REQUIRES: unique_rows strictly ascending, each below TableSpec::num_rows; payload_out has num_rows elements.
   // On error nothing is pinned, nothing is materialised and *ticket is kNoTicket. num_rows == 0 is allowed.
-  [[nodiscard]] virtual Status pin(std::uint32_t table, const std::uint64_t* unique_rows, std::size_t num_rows,
+  virtual Status pin(std::uint32_t table, const std::uint64_t* unique_rows, std::size_t num_rows,
                                    PinMode mode, std::byte** payload_out, PinTicket* ticket) = 0;
 
-  // Releases the rows of a ticket. `dirty` (only after PinMode::kUpdate): every row of the ticket was written.
+  // Releases the rows of a ticket. `dirty` (only after PinMode::Update): every row of the ticket was written.
   // An unknown ticket is an InvalidArgument.
-  [[nodiscard]] virtual Status unpin(PinTicket ticket, bool dirty) = 0;
+  virtual Status unpin(PinTicket ticket, bool dirty) = 0;
 
   // Says which rows the next batches will pin. Only a hint: it never changes a result.
   // REQUIRES: rows of each element strictly ascending.
-  [[nodiscard]] virtual Status prefetch(const std::vector<TableRows>& batch) = 0;
+  virtual Status prefetch(const std::vector<TableRows>& batch) = 0;
 
   // Writes down everything that is dirty in DRAM; durable when it returns. A source that lives in DRAM only has nothing
   // to do.
-  [[nodiscard]] virtual Status flush() { return Status::ok(); }
+  virtual Status flush() { return Status(); }
 
   // Named counters per table, in the order of tables(). Units are in the names ("hits_rows", "stall_s").
   virtual std::vector<std::map<std::string, double>> counters() const = 0;
