@@ -33,7 +33,7 @@ def compiled_extension() -> dict[str, object]:
         "torchrec_kstep._kernels",
         SOURCES,
         depends=HEADERS,
-        include_dirs=["kernels"],
+        include_dirs=[os.path.abspath("kernels")],  # absolute: ninja compiles from the build folder
         extra_compile_args=FLAGS,
         extra_link_args=["-fopenmp"],
     )
