@@ -32,7 +32,7 @@ test-slow: install-dev  ## the other tests, under an hour on 2 cores
 	@$(PY) -m pytest -m slow $(ARGS)
 
 lint: install-dev  ## ruff, formatting, types, layers, spelling
-	@PATH="$$PWD/.venv/bin:$$PATH" bash .ci/lint
+	@bash .ci/lint
 
 format: install-dev  ## let ruff format and fix what it can
 	@$(PY) -m ruff check --fix --quiet . ; $(PY) -m ruff format .

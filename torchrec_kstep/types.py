@@ -45,7 +45,7 @@ class FeatureSchema:
 
 
 @dataclass
-class Batch(Pipelineable):
+class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec carries no type information
     """One rank's share of a global batch (or of one micro-batch of it).
 
     All ranks hold the same number of rows B, because row-wise sharded tables need it: a share that came out shorter is
@@ -79,7 +79,7 @@ class Batch(Pipelineable):
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the caching allocator that `stream` uses these tensors."""
         for tensor in (self.dense, self.label, self.weight):
-            tensor.record_stream(stream)  # type: ignore[arg-type]  # torch annotates the CUDA stream class only
+            tensor.record_stream(stream)
         self.sparse.record_stream(stream)
 
     def pin_memory(self) -> "Batch":
