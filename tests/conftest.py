@@ -1,7 +1,6 @@
 """Shared by all tests: where real data lies, how hypothesis searches, and an environment free of torchrun's variables."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -33,8 +32,7 @@ def real_data() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests start as a world of one, also when they are run inside a job."""
     for name in TORCHRUN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    yield

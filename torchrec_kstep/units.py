@@ -1,6 +1,7 @@
 """The only unit conversions: bytes to and from text, seconds to text. GiB means 2**30 bytes everywhere."""
 
 import re
+from fractions import Fraction
 
 from torchrec_kstep.errors import ConfigError
 
@@ -10,11 +11,11 @@ GIB = 1 << 30
 TIB = 1 << 40
 
 _BYTE_UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_BYTES_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
+_BYTES_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", re.ASCII)
 
 
 def parse_bytes(text: str) -> int:
-    """Turns `"8GiB"`, `"1.5 MiB"` or `"4096B"` into a number of bytes.
+    """Turns `"8GiB"`, `"1.5 MiB"` or `"4096B"` into a number of bytes; a part of a byte is dropped.
 
     Raises:
         ConfigError: the text has no unit or an unknown one; a bare number is refused because its unit would be a guess.
@@ -22,24 +23,34 @@ def parse_bytes(text: str) -> int:
     match = _BYTES_PATTERN.fullmatch(text)
     if match is None or match.group(2) not in _BYTE_UNITS:
         raise ConfigError(f"cannot read {text!r} as a size: expected a number and a unit out of {', '.join(_BYTE_UNITS)}, e.g. '8GiB'")
-    return int(float(match.group(1)) * _BYTE_UNITS[match.group(2)])
+    return int(Fraction(match.group(1)) * _BYTE_UNITS[match.group(2)])  # exact, also above 2**53
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Writes a number of bytes with the largest binary unit that leaves a value of at least one, e.g. `"1.5 GiB"`."""
+    """Writes a number of bytes with the largest binary unit that leaves a value of at least one, e.g. `"1.5 GiB"`.
+
+    Four digits are kept; up to 1023 bytes the number is exact.
+    """
     for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(num_bytes) >= scale:
+        # Compared after rounding to four digits, so that 2**20 - 1 bytes is "1 MiB" and never "1024 KiB".
+        if round(abs(num_bytes) / (scale // KIB)) >= KIB:
             return f"{num_bytes / scale:.4g} {unit}"
     return f"{num_bytes:.0f} B"
 
 
 def format_seconds(seconds: float) -> str:
-    """Writes a duration for people: `"3.2 ms"`, `"41.0 s"`, `"2 h 05 min"`."""
-    if seconds < 1e-3:
+    """Writes a duration for people: `"3.2 ms"`, `"41.0 s"`, `"2 h 05 min"`.
+
+    Units are chosen after rounding, so that no part overflows into the next ("2 min 00 s", never "1 min 60 s").
+    """
+    if seconds < 999.5e-6:
         return f"{seconds * 1e6:.3g} us"
-    if seconds < 1:
+    if seconds < 999.5e-3:
         return f"{seconds * 1e3:.3g} ms"
-    if seconds < 120:
+    if seconds < 119.95:
         return f"{seconds:.1f} s"
-    minutes = int(seconds // 60)
-    return f"{minutes} min {int(seconds % 60):02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    whole_seconds = round(seconds)
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60} min {whole_seconds % 60:02d} s"
+    whole_minutes = round(seconds / 60)
+    return f"{whole_minutes // 60} h {whole_minutes % 60:02d} min"

@@ -35,6 +35,11 @@ class World:
                 f"{self.world_size} ranks over hosts of {self.local_world_size} ranks: "
                 "every host must run the same number of ranks (--nproc-per-node equal on all hosts)"
             )
+        if self.rank % self.local_world_size != self.local_rank:
+            raise ConfigError(
+                f"rank {self.rank} with local rank {self.local_rank} of {self.local_world_size}: ranks are counted host by host, "
+                f"so local rank {self.rank % self.local_world_size} was expected; check RANK and LOCAL_RANK"
+            )
 
     @property
     def host(self) -> int:
