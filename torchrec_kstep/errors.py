@@ -25,12 +25,20 @@ class CheckpointError(KStepError):
     """A checkpoint is missing, incomplete, corrupt, or of another run's shape."""
 
 
+class DivergenceError(KStepError):
+    """The loss or a prediction became NaN or infinite."""
+
+
 class RankFailure(KStepError):  # noqa: N818 - names what happened to a rank, as the log line does
     """Another rank failed first; its own message is the cause."""
 
 
 class KernelNotBuiltError(KStepError, ImportError):
     """The compiled library is absent or was built for another torch."""
+
+
+class IncompatibleTorchRecError(KStepError, ImportError):
+    """The installed TorchRec or FBGEMM is not one that this package was proven against."""
 
 
 class StorageError(KStepError):

@@ -1,0 +1,1 @@
+"""Numbers about a run: quality of predictions, speed, and where they are written."""

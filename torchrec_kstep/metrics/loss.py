@@ -1,0 +1,32 @@
+"""The training loss as it is reported: mean over the rows of all ranks."""
+
+import torch
+import torch.distributed as dist
+
+from torchrec_kstep.types import Predictions
+
+
+class MeanLoss:
+    """Sums the loss of this rank's rows and reports the mean over all ranks, the same for every number of ranks."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Starts at zero rows; `device` is where collectives want their tensors."""
+        self._device = device or torch.device("cpu")
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # [loss, rows]
+
+    def update(self, predictions: Predictions) -> torch.Tensor:
+        """Adds a batch and returns its summed loss on this rank (scalar, float64). Not collective."""
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(
+            predictions.logit.double(), predictions.label.double(), weight=predictions.weight.double(), reduction="sum"
+        )
+        self._sums += torch.stack((loss, predictions.weight.double().sum()))
+        return loss
+
+    def compute(self) -> tuple[float, int]:
+        """Returns (mean loss, number of rows) over all ranks since the last call, and starts anew. Collective."""
+        sums = self._sums
+        self._sums = torch.zeros_like(sums)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        loss, num_rows = sums.tolist()
+        return (loss / num_rows if num_rows else 0.0), int(num_rows)

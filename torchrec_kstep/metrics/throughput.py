@@ -1,0 +1,59 @@
+"""Where the time goes: seconds per phase of the training loop."""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeVar
+
+Phase = Literal["data_wait", "forward_backward", "optimizer", "evaluation", "checkpoint"]
+PHASES: tuple[Phase, ...] = ("data_wait", "forward_backward", "optimizer", "evaluation", "checkpoint")
+STEP_PHASES: tuple[Phase, ...] = ("data_wait", "forward_backward", "optimizer")
+
+T = TypeVar("T")
+
+
+class PhaseTimer:
+    """Adds up wall-clock seconds per phase. A phase entered inside another pauses the outer one, so no second counts twice.
+
+    On CUDA the times are those of the host, which waits for the device only where it reads a result.
+    """
+
+    def __init__(self) -> None:
+        """Starts with no phase running."""
+        self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        self._running: list[Phase] = []
+        self._since_s = 0.0
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Charges the time inside the `with` block to `name`."""
+        self._charge()
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._running.pop()
+
+    def waiting_for(self, items: Iterable[T]) -> Iterator[T]:
+        """Yields `items`, charging the time each takes to arrive to `data_wait`."""
+        iterator = iter(items)
+        while True:
+            with self.phase("data_wait"):
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+    def take(self) -> dict[Phase, float]:
+        """Returns the seconds per phase since the last call and starts anew."""
+        self._charge()
+        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return seconds
+
+    def _charge(self) -> None:
+        now_s = time.perf_counter()
+        if self._running:
+            self._seconds[self._running[-1]] += now_s - self._since_s
+        self._since_s = now_s
