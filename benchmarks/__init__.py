@@ -1,0 +1,1 @@
+"""Benchmarks against named peers, and the harness they share; see README.md beside this file."""
