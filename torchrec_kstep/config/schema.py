@@ -64,6 +64,7 @@ class PlannerConfig:
 
     sharding: str = "auto"  # auto | data_parallel | table_wise | row_wise | column_wise | table_row_wise
     kernel: str = "dense"  # dense: gradients and torch.optim; fused: FBGEMM updates rows inside backward
+    tables: dict[str, str] = field(default_factory=dict)  # sharding of single tables by name, e.g. {user_id: row_wise}
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class OptimConfig:
     """Optimizers of the dense parameters and of the tables."""
 
     dense: str = "adam"  # adam | sgd | adagrad: optimizer of the dense parameters
-    embedding: str = "adam"  # adam | sgd | adagrad | rowwise_adagrad: optimizer of the tables (kernel=fused: not adam)
+    embedding: str = "adam"  # adam | sgd | adagrad | rowwise_adagrad: optimizer of the tables (kernel=dense: not the last; fused: not adam)
     lr: float = 1e-3  # learning rate of the dense parameters
     embedding_lr: float = 1e-3  # learning rate of the tables
     beta1: float = 0.9  # decay of Adam's first moment, per step
@@ -79,9 +80,9 @@ class OptimConfig:
     eps: float = 1e-8  # added to Adam's and Adagrad's root
     weight_decay: float = 0.0  # L2 added to the gradient of dense parameters
     embedding_l2: float = 0.0  # L2 added to the gradient of table rows (kernel=dense only)
-    clip_norm: float = 0.0  # bound on the global norm of dense gradients; 0 = none
-    schedule: str = "constant"  # constant | linear | cosine: decay after the warm-up, down to zero at the last step
-    warmup_steps: int = 0  # steps of linear warm-up from zero
+    clip_norm: float = 0.0  # bound on the norm of the dense parameters' gradient, tables not counted; 0 = none
+    schedule: str = "constant"  # constant | linear | cosine: decay after the warm-up, to zero when the last step is done
+    warmup_steps: int = 0  # steps of linear warm-up; step i of n takes i/n of the rate
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""One optimizer for a sharded task: dense parameters, tables with gradients, tables that step inside backward."""
+
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from torchrec_kstep.config.schema import OptimConfig
+from torchrec_kstep.errors import ConfigError
+from torchrec_kstep.optim.accumulate import AccumulatingOptimizer
+from torchrec_kstep.optim.keyed import OPTIMIZERS, TorchOptimizer, torch_optimizer
+from torchrec_kstep.torchrec_seam.optim import ShardedTensor
+from torchrec_kstep.torchrec_seam.sharding import ShardedEmbeddingBagCollection
+
+
+def build_optimizer(dmp: DistributedModelParallel, config: OptimConfig, accumulation: int = 1) -> KeyedOptimizer:
+    """Joins the optimizers of a sharded task into one. Not collective.
+
+    - Dense parameters: `config.dense` with `lr` and `weight_decay`. With `clip_norm` > 0 their gradient is scaled down so
+      that its norm over all dense parameters is at most that. Tables are neither counted in the norm nor scaled: a fused
+      table has stepped already when the norm is known, and the bound should mean the same for all kernels.
+    - Tables with the dense kernel: `config.embedding` with `embedding_lr` and `embedding_l2`; every row steps every time.
+    - Tables with the fused kernel: stepped by FBGEMM inside backward, as given to their sharder; their groups are here so
+      that schedules reach them and their states are saved.
+
+    Args:
+        dmp: the sharded task.
+        config: optimizers and rates.
+        accumulation: micro-batches per step; above 1 `zero_grad` and `step` act once per global batch only.
+
+    Returns:
+        A keyed optimizer whose state is complete, so that it can be saved and loaded before the first step.
+
+    Raises:
+        ConfigError: an unknown optimizer, or accumulation over fused tables.
+    """
+    tables = {name for name, _ in in_backward_optimizer_filter(dmp.named_parameters(), include=True)}
+    _check(config, accumulation, tables)
+    parts: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = []
+    dense, embedding = _split_parameters(dmp)
+    betas = (config.beta1, config.beta2)
+    if dense:
+        inner = torch_optimizer(config.dense, list(dense.values()), config.lr, betas, config.eps, config.weight_decay)
+        optimizer: KeyedOptimizer = TorchOptimizer(dense, inner)
+        if config.clip_norm:
+            optimizer = GradientClippingOptimizer(optimizer, GradientClipping.NORM, config.clip_norm)
+        parts.append(optimizer)
+    if embedding:
+        inner = torch_optimizer(config.embedding, list(embedding.values()), config.embedding_lr, betas, config.eps, config.embedding_l2)
+        sharded = {name: value for name, value in dmp.state_dict().items() if isinstance(value, ShardedTensor)}
+        parts.append(TorchOptimizer(embedding, inner, sharded))
+    parts.append(dmp.fused_optimizer)
+    combined = CombinedOptimizer(parts)
+    return AccumulatingOptimizer(combined, accumulation) if accumulation > 1 else combined
+
+
+def _split_parameters(dmp: DistributedModelParallel) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Returns (dense parameters, local parts of tables with the dense kernel) by name; fused tables are in neither."""
+    prefixes = tuple(f"{path}." for path, module in dmp.module.named_modules() if isinstance(module, ShardedEmbeddingBagCollection))
+    dense: dict[str, nn.Parameter] = {}
+    embedding: dict[str, nn.Parameter] = {}
+    for name, param in in_backward_optimizer_filter(dmp.named_parameters()):
+        (embedding if name.startswith(prefixes) else dense)[name] = param
+    return dense, embedding
+
+
+def _check(config: OptimConfig, accumulation: int, fused: set[str]) -> None:
+    """Refuses unknown optimizers and accumulation over tables that step inside backward."""
+    findings = []
+    if config.dense not in OPTIMIZERS:
+        findings.append(f"optim.dense={config.dense!r}: expected one of {', '.join(OPTIMIZERS)}")
+    if accumulation < 1:
+        findings.append(f"train.accumulation={accumulation}: expected at least 1")
+    if accumulation > 1 and fused:
+        findings.append(
+            f"train.accumulation={accumulation} with planner.kernel=fused: {len(fused)} tables ({', '.join(sorted(fused)[:3])}, ...) "
+            "step inside every backward, so their micro-batches would be steps of their own; choose planner.kernel=dense or accumulation=1"
+        )
+    if findings:
+        raise ConfigError("the optimizer cannot be built:\n  " + "\n  ".join(findings))

@@ -1,0 +1,175 @@
+"""Making a plan: constraints from the configuration, TorchRec's planner on rank 0, the result on all ranks."""
+
+import os
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan, ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from torchrec_kstep.config.schema import PlannerConfig
+from torchrec_kstep.errors import PlanError
+from torchrec_kstep.planner.checks import check_plan, check_tables
+from torchrec_kstep.torchrec_seam.planning import (
+    FixedPercentageStorageReservation,
+    NoopEmbeddingStats,
+    PlannerError,
+    cpu_topology,
+    without_replica_warnings,
+)
+from torchrec_kstep.units import format_bytes
+from torchrec_kstep.world import World
+
+RESERVED_SHARE = 0.15  # of a rank's memory: dense parameters, activations, batches ahead
+
+
+def make_plan(
+    task: nn.Module,
+    config: PlannerConfig,
+    world: World,
+    sharders: list[ModuleSharder[nn.Module]],
+    batch_size: int,
+    process_group: dist.ProcessGroup,
+) -> ShardingPlan:
+    """Plans every `EmbeddingBagCollection` inside `task`. Collective: call on all ranks of `process_group`.
+
+    Rank 0 plans; what it found, a plan or an error, is what every rank returns or raises.
+
+    Args:
+        task: the unsharded module, on `cpu` or `meta`.
+        config: sharding type, kernel, and types of single tables.
+        world: number of ranks and of ranks per host.
+        sharders: as `sharding.build_sharders` returns them.
+        batch_size: rows per rank and micro-batch, for the cost estimates of `sharding=auto`.
+        process_group: all ranks.
+
+    Raises:
+        PlanError: no plan satisfies the constraints or fits into memory, or TorchRec would compute wrong results under it.
+    """
+    outcome: list[ShardingPlan | PlanError | None] = [None]
+    if dist.get_rank(process_group) == 0:
+        try:
+            outcome[0] = plan_alone(task, config, world, sharders, batch_size)
+        except PlanError as error:
+            outcome[0] = error
+    dist.broadcast_object_list(outcome, src=dist.get_global_rank(process_group, 0), group=process_group)
+    found = outcome[0]
+    if isinstance(found, PlanError):
+        raise found
+    assert isinstance(found, ShardingPlan)
+    return found
+
+
+def plan_alone(
+    task: nn.Module,
+    config: PlannerConfig,
+    world: World,
+    sharders: list[ModuleSharder[nn.Module]],
+    batch_size: int,
+    memory_per_rank_bytes: int | None = None,
+) -> ShardingPlan:
+    """Plans as `make_plan` does, in this process alone. Not collective.
+
+    Args:
+        task: the unsharded module.
+        config: as in `make_plan`.
+        world: as in `make_plan`; it may describe machines other than this one.
+        sharders: as in `make_plan`.
+        batch_size: as in `make_plan`.
+        memory_per_rank_bytes: DRAM of a rank; by default this machine's, divided by the ranks per host.
+    """
+    tables = find_tables(task)
+    check_tables(tables, config)
+    memory = memory_per_rank_bytes or _host_memory_bytes() // world.local_world_size
+    copies = max(getattr(sharder, "copies_per_weight", 1) for sharder in sharders)
+    planner = EmbeddingShardingPlanner(
+        topology=cpu_topology(world.world_size, world.local_world_size, memory // copies),
+        batch_size=batch_size,
+        constraints=_constraints(tables, config, world),
+        storage_reservation=FixedPercentageStorageReservation(RESERVED_SHARE),
+        stats=NoopEmbeddingStats(),
+        debug=False,
+    )
+    try:
+        with without_replica_warnings():
+            plan = planner.plan(task, sharders)
+    except (PlannerError, RuntimeError, ValueError) as error:
+        raise PlanError(_explain(error, tables, world, memory, copies)) from error
+    _set_kernel(plan, config.kernel)
+    check_plan(plan, tables)
+    return plan
+
+
+def find_tables(task: nn.Module) -> dict[str, list[EmbeddingBagConfig]]:
+    """Returns the tables of every `EmbeddingBagCollection` inside `task` by the module's path."""
+    return {path: module.embedding_bag_configs() for path, module in task.named_modules() if type(module) is EmbeddingBagCollection}
+
+
+def _constraints(tables: dict[str, list[EmbeddingBagConfig]], config: PlannerConfig, world: World) -> dict[str, ParameterConstraints]:
+    """Allows each table its types; the planner chooses among them.
+
+    The planner takes the dense kernel for replicated tables only and refuses a plan with any other, so sharded tables are
+    planned as fused and get their kernel afterwards.
+    """
+    constraints = {}
+    for configs in tables.values():
+        has_mean = any(table.pooling == PoolingType.MEAN for table in configs)
+        for table in configs:
+            wanted = config.tables.get(table.name, config.sharding)
+            constraints[table.name] = ParameterConstraints(
+                sharding_types=_automatic_types(config.kernel, has_mean, world) if wanted == "auto" else [wanted],
+                compute_kernels=["fused", "dense"] if config.kernel == "dense" else ["fused"],
+                min_partition=_column_shard_dim(table.embedding_dim, world.world_size)
+                if wanted == ShardingType.COLUMN_WISE.value
+                else None,
+                feature_names=list(table.feature_names),
+            )
+    return constraints
+
+
+def _set_kernel(plan: ShardingPlan, kernel: str) -> None:
+    """Writes the kernel into every table of `plan`."""
+    for module_plan in plan.plan.values():
+        if isinstance(module_plan, EmbeddingModuleShardingPlan):
+            for sharding in module_plan.values():
+                sharding.compute_kernel = kernel
+
+
+def _automatic_types(kernel: str, has_mean: bool, world: World) -> list[str]:
+    """Returns the types that `auto` may mix within one collection."""
+    types = [ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value]
+    if kernel == "dense":
+        types.append(ShardingType.DATA_PARALLEL.value)
+    if not has_mean:  # TorchRec divides wrongly where row-sharded MEAN tables meet others: see checks.check_plan
+        types.append(ShardingType.ROW_WISE.value)
+        if world.num_hosts > 1:
+            types.append(ShardingType.TABLE_ROW_WISE.value)
+    return types
+
+
+def _column_shard_dim(dim: int, world_size: int) -> int:
+    """Returns the narrowest shard that is a multiple of 4 columns, divides `dim`, and gives each rank at most one."""
+    widths = [width for width in range(4, dim + 1, 4) if dim % width == 0 and dim // width <= world_size]
+    return widths[0] if widths else dim
+
+
+def _host_memory_bytes() -> int:
+    """Returns the DRAM of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _explain(error: Exception, tables: dict[str, list[EmbeddingBagConfig]], world: World, memory_per_rank_bytes: int, copies: int) -> str:
+    """Says what was asked of the planner, and the largest table, in front of the planner's own words."""
+    sizes = {table.name: 4 * table.num_embeddings * table.embedding_dim for configs in tables.values() for table in configs}
+    largest = max(sizes, key=lambda name: sizes[name])
+    total = sum(sizes.values())
+    usable = int(memory_per_rank_bytes * (1 - RESERVED_SHARE))
+    return (
+        f"no plan for {len(sizes)} tables with weights of {format_bytes(total)} ({format_bytes(copies * total)} with gradients and "
+        f"optimizer states) on {world.world_size} ranks of {format_bytes(memory_per_rank_bytes)} "
+        f"({format_bytes(usable)} of it for tables); the largest table is {largest!r} with weights of {format_bytes(sizes[largest])}. "
+        "More ranks, fewer rows or columns, another optimizer, or planner.sharding=row_wise may help. "
+        f"The planner says: {' '.join(str(error).split())}"
+    )

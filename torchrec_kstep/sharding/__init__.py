@@ -1,0 +1,6 @@
+"""Sharders and sharded modules: where TorchRec's `DistributedModelParallel` meets our tables."""
+
+from torchrec_kstep.sharding.sharder import BagSharder, build_sharders
+from torchrec_kstep.sharding.task import shard_task
+
+__all__ = ["BagSharder", "build_sharders", "shard_task"]

@@ -1,0 +1,108 @@
+"""The sharder of embedding tables, and the fused optimizers that it hands to FBGEMM's kernels."""
+
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.types import ModuleSharder, ShardingType
+
+from torchrec_kstep.config.schema import OptimConfig, PlannerConfig
+from torchrec_kstep.errors import ConfigError
+from torchrec_kstep.torchrec_seam.sharding import EmbeddingBagCollectionSharder, EmbeddingComputeKernel, EmbOptimType
+
+KERNELS = ("dense", "fused")
+FUSED_OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+DENSE_COPIES = {"sgd": 2, "adagrad": 3, "adam": 4}  # weight, gradient, then one sum, or two moments
+
+
+class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # torchrec has no type information
+    """TorchRec's sharder of `EmbeddingBagCollection`, with the types and kernels that gloo ranks can run.
+
+    Upstream offers neither row-wise sharding nor the dense kernel on CPU. Both work there: gloo has the collectives they
+    need, and the dense kernel leaves gradients to a `torch.optim` optimizer.
+
+    Attributes:
+        copies_per_weight: values kept per weight, itself, its gradient and optimizer states counted; the planner divides
+            memory by it, because TorchRec's own estimate counts none of those.
+    """
+
+    def __init__(self, fused_params: dict[str, Any] | None = None, copies_per_weight: int = 1) -> None:
+        """Keeps the parameters of the fused kernels (none for dense kernels) and the memory factor."""
+        super().__init__(fused_params=fused_params)
+        self.copies_per_weight = copies_per_weight
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Returns the types that a plan may use; the device does not matter."""
+        del compute_device_type
+        return [
+            ShardingType.DATA_PARALLEL.value,
+            ShardingType.TABLE_WISE.value,
+            ShardingType.ROW_WISE.value,
+            ShardingType.COLUMN_WISE.value,
+            ShardingType.TABLE_ROW_WISE.value,
+        ]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Returns the kernels that a plan may use: a replicated table is summed over ranks by DDP, so it is never fused."""
+        del compute_device_type
+        if sharding_type == ShardingType.DATA_PARALLEL.value:
+            return [EmbeddingComputeKernel.DENSE.value]
+        return [EmbeddingComputeKernel.DENSE.value, EmbeddingComputeKernel.FUSED.value]
+
+
+def build_sharders(planner: PlannerConfig, optim: OptimConfig) -> list[ModuleSharder[nn.Module]]:
+    """Makes the sharders for the chosen kernel and, where that is fused, the optimizer inside it. Not collective.
+
+    Raises:
+        ConfigError: lists every unsupported combination.
+    """
+    check_kernel(planner, optim)
+    if planner.kernel == "dense":
+        return [BagSharder(copies_per_weight=DENSE_COPIES.get(optim.embedding, 2))]
+    fused_params: dict[str, Any] = {
+        "optimizer": FUSED_OPTIMIZERS[optim.embedding],
+        "learning_rate": optim.embedding_lr,
+        "eps": optim.eps,
+    }
+    return [BagSharder(fused_params, copies_per_weight=2 if optim.embedding == "adagrad" else 1)]
+
+
+def check_kernel(planner: PlannerConfig, optim: OptimConfig) -> None:
+    """Refuses combinations of kernel, optimizer and sharding that TorchRec or FBGEMM cannot run, before any rank starts.
+
+    Raises:
+        ConfigError: lists every finding.
+    """
+    findings = []
+    if planner.kernel not in KERNELS:
+        findings.append(f"planner.kernel={planner.kernel!r}: expected one of {', '.join(KERNELS)}")
+    if planner.kernel == "fused":
+        if optim.embedding == "adam":
+            findings.append(
+                "planner.kernel=fused with optim.embedding=adam: FBGEMM has no Adam on CPU; choose planner.kernel=dense for Adam, "
+                f"or a fused optimizer out of {', '.join(FUSED_OPTIMIZERS)}"
+            )
+        elif optim.embedding not in FUSED_OPTIMIZERS:
+            findings.append(f"optim.embedding={optim.embedding!r} with planner.kernel=fused: expected one of {', '.join(FUSED_OPTIMIZERS)}")
+        if optim.embedding_l2:
+            findings.append(
+                f"optim.embedding_l2={optim.embedding_l2} with planner.kernel=fused: the fused kernels see touched rows only and "
+                "would not apply it to the others; set it to 0 or choose planner.kernel=dense"
+            )
+        replicated = sorted(table for table, sharding in planner.tables.items() if sharding == "data_parallel")
+        if planner.sharding == "data_parallel":
+            replicated.insert(0, "planner.sharding")
+        if replicated:
+            findings.append(
+                f"planner.kernel=fused with data_parallel ({', '.join(replicated)}): the gradient of a replicated table is summed over "
+                "ranks after backward, when a fused kernel has already stepped; choose another sharding or planner.kernel=dense"
+            )
+    if planner.kernel == "dense" and optim.embedding == "rowwise_adagrad":
+        findings.append(
+            "optim.embedding=rowwise_adagrad with planner.kernel=dense: it exists as a fused kernel only; choose planner.kernel=fused"
+        )
+    if findings:
+        raise ConfigError("these settings do not go together:\n  " + "\n  ".join(findings))

@@ -1,0 +1,8 @@
+"""The only door to names that TorchRec and FBGEMM do not export; each module says why it needs them.
+
+Importing anything from here first checks that the installed packages are ones whose inner interfaces are known.
+"""
+
+from torchrec_kstep.torchrec_seam.versions import check_versions
+
+check_versions()
