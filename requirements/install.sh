@@ -28,7 +28,7 @@ logged() {
   local reason="see the end of $LOG"
   local output
   output=$(tail -n "+$((from + 1))" "$LOG")
-  if grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|Network is unreachable|Temporary failure in name' <<<"$output"; then
+  if grep -qE 'NewConnectionError|from versions: none|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|Network is unreachable|Temporary failure in name' <<<"$output"; then
     reason="no network, or the package index does not answer: check the connection and pip's settings (\`pip config list\`), then repeat; log: $LOG"
   elif grep -q 'No space left on device' <<<"$output"; then
     reason="the disk is full: .venv needs about 2 GiB with a CPU build of torch, 8 GiB with a CUDA build; log: $LOG"
