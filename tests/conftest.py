@@ -6,6 +6,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.spawn import spawn_ranks  # noqa: F401 - a fixture for all tests
+
 ROOT = Path(__file__).resolve().parent.parent
 REAL_DATA = Path(os.environ.get("KSTEP_TEST_DATA", ROOT.parent / "shared" / "data"))
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
