@@ -135,6 +135,12 @@ def test_every_module_says_what_lives_in_it(path: Path) -> None:
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path.relative_to(ROOT)}: no module docstring"
 
 
+def test_every_folder_of_the_package_is_a_package() -> None:
+    """A folder without `__init__.py` works in the checkout and is missing from the wheel."""
+    folders = {path.parent for path in modules("torchrec_kstep")}
+    assert sorted(str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()) == []
+
+
 def undocumented(tree: ast.Module) -> Iterator[str]:
     """Public classes, functions and methods without a docstring; an overriding method may inherit it by `@override`."""
     pending: list[tuple[str, ast.AST]] = [("", tree)]
