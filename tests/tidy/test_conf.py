@@ -13,6 +13,8 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 ENTRIES = {"train": schema.RunConfig, "prepare": schema.PrepareConfig}
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and not folder.name.startswith("_"))
 CHOICES = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
+# Choices that make sense only together with another one; alone they are refused, by name.
+COMPANIONS = {("planner", "fused"): ["optim=adagrad"], ("distributed", "nccl"): ["train.device=cuda"]}
 
 
 def groups_of(entry: type) -> set[str]:
@@ -26,11 +28,10 @@ def test_an_entry_composes_as_it_stands(entry: str) -> None:
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=["/".join(choice) for choice in CHOICES])
 def test_every_choice_of_a_group_composes(group: str, choice: str) -> None:
-    prefix = "+" if group == "experiment" else ""
     used = [entry for entry, kind in ENTRIES.items() if group in groups_of(kind) or (group == "experiment" and entry == "train")]
     assert used, f"conf/{group} belongs to no entry"
     for entry in used:
-        load(ENTRIES[entry], entry, [f"{prefix}{group}={choice}"])
+        load(ENTRIES[entry], entry, [f"{group}={choice}", *COMPANIONS.get((group, choice), [])])
 
 
 def test_every_group_of_the_schema_can_be_chosen() -> None:
@@ -48,8 +49,9 @@ def schema_lines() -> list[str]:
 
 def test_every_key_of_the_schema_is_commented() -> None:
     """The comment gives meaning and unit; it is what a user reads."""
-    keys = {f"    {field.name}:" for kind in vars(schema).values() if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)}
-    groups = {f"    {name}:" for entry in ENTRIES.values() for name in groups_of(entry)}
+    fields = [field for kind in vars(schema).values() if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)]
+    keys = {f"    {field.name}:" for field in fields}
+    groups = {f"    {field.name}:" for field in fields if dataclasses.is_dataclass(field.type)}
     lines = schema_lines()
     bare = [
         line.strip()
