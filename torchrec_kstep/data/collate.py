@@ -1,0 +1,136 @@
+"""Puts columns of numbers together into a `Batch`, and refuses columns that do not fit together."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_kstep.errors import DataError
+from torchrec_kstep.types import Batch, FeatureSchema
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The bags of one feature: `ids[sum(lengths[:i]) : sum(lengths[:i + 1])]` is the bag of row i.
+
+    Attributes:
+        ids: `[num_ids]` row ids of any integer dtype.
+        lengths: `[num_rows]` ids per row of any integer dtype, or None where every row has exactly one.
+    """
+
+    ids: npt.NDArray[np.integer]
+    lengths: npt.NDArray[np.integer] | None = None
+
+
+def make_sparse(names: Sequence[str], ids: torch.Tensor, lengths: torch.Tensor) -> KeyedJaggedTensor:
+    """Makes a `KeyedJaggedTensor`, checking what TorchRec finds out only deep inside a model.
+
+    Args:
+        names: feature names, in the order of `ids`.
+        ids: `[num_ids]` row ids, int32 or int64, feature by feature; kept as int64.
+        lengths: `[len(names) * B]` integers, the bag sizes of every row of the first feature, then of the second, and so on.
+
+    Raises:
+        DataError: the lengths do not divide by the features, do not add up to the ids, or an id or length has a wrong dtype.
+    """
+    duplicates = sorted({name for name in names if list(names).count(name) > 1})
+    if duplicates:
+        raise DataError(f"feature names {duplicates} are used twice: give every feature a name of its own")
+    if ids.dtype not in (torch.int32, torch.int64) or lengths.dtype not in (torch.int32, torch.int64):
+        raise DataError(f"expected int32 or int64 ids and lengths, got ids of {ids.dtype} and lengths of {lengths.dtype}")
+    if not names or lengths.numel() % len(names):
+        batch_size = lengths.numel() // max(1, len(names))
+        raise DataError(
+            f"{lengths.numel()} lengths cannot be shared by {len(names)} features: expected {len(names)} x batch size, "
+            f"so {len(names) * batch_size} for a batch size of {batch_size} or {len(names) * (batch_size + 1)} for {batch_size + 1}; "
+            "give every feature one length per row, 0 for an empty bag"
+        )
+    batch_size = lengths.numel() // len(names)
+    if lengths.numel() and int(lengths.min()) < 0:
+        raise DataError(f"a bag length is {int(lengths.min())}: lengths must be 0 or more ids")
+    if int(lengths.sum()) != ids.numel():
+        per_feature = dict(zip(names, lengths.view(len(names), batch_size).sum(dim=1).tolist(), strict=True))
+        raise DataError(f"lengths add up to {sum(per_feature.values())} ids but there are {ids.numel()}; per feature {per_feature}")
+    return KeyedJaggedTensor(keys=list(names), values=ids.to(torch.int64), lengths=lengths.to(torch.int32), stride=batch_size)
+
+
+def make_batch(
+    schema: FeatureSchema,
+    dense: npt.NDArray[np.float32],
+    bags: Mapping[str, Bags],
+    label: npt.NDArray[np.float32],
+    num_padded_rows: int | None = None,
+    num_global_rows: int | None = None,
+) -> Batch:
+    """Makes a batch of n rows out of numpy columns, checked against the schema.
+
+    Args:
+        schema: names and order of the columns, rows of the tables.
+        dense: `[n, num_dense]` float32.
+        bags: the bags of every sparse feature, by name.
+        label: `[n]` float32, 0 or 1.
+        num_padded_rows: rows after padding; None = n.
+        num_global_rows: rows of the global batch; None = n.
+
+    Returns:
+        A batch on the CPU that shares no memory with the arguments.
+
+    Raises:
+        DataError: a column is missing or of another length, an id is outside its table, a number is not finite.
+    """
+    num_rows = len(label)
+    if dense.shape != (num_rows, schema.num_dense):
+        raise DataError(f"dense columns have shape {dense.shape}, expected ({num_rows}, {schema.num_dense}): rows x dense columns")
+    if set(bags) != set(schema.sparse_names):
+        missing, unknown = sorted(set(schema.sparse_names) - set(bags)), sorted(set(bags) - set(schema.sparse_names))
+        raise DataError(f"expected bags of {', '.join(schema.sparse_names)}; missing {missing}, unknown {unknown}")
+    if not np.isfinite(dense).all() or not np.isfinite(label).all():
+        raise DataError("a dense value or label is NaN or infinite: clean the rows before batching them")
+    for feature in schema.sparse:
+        _check_bags(feature.name, bags[feature.name], num_rows, feature.num_rows)
+    in_order = [bags[name] for name in schema.sparse_names]
+    return pad_batch(schema, dense, in_order, label, num_padded_rows or num_rows, num_global_rows or num_rows)
+
+
+def pad_batch(
+    schema: FeatureSchema,
+    dense: npt.NDArray[np.float32],
+    bags: Sequence[Bags],
+    label: npt.NDArray[np.float32],
+    num_padded_rows: int,
+    num_global_rows: int,
+) -> Batch:
+    """Makes a batch out of columns that are known to be right; the fast path of the readers. Arguments as in `make_batch`."""
+    num_rows = len(label)
+    lengths = torch.zeros(len(bags), num_padded_rows, dtype=torch.int32)
+    for index, bag in enumerate(bags):
+        lengths[index, :num_rows] = 1 if bag.lengths is None else torch.from_numpy(bag.lengths)
+    ids = np.empty(sum(len(bag.ids) for bag in bags), dtype=np.int64)
+    end = 0
+    for bag in bags:
+        begin, end = end, end + len(bag.ids)
+        ids[begin:end] = bag.ids
+    padded_dense = torch.zeros(num_padded_rows, schema.num_dense, dtype=torch.float32)
+    padded_dense[:num_rows] = torch.from_numpy(dense)
+    padded_label, weight = torch.zeros(num_padded_rows), torch.zeros(num_padded_rows)
+    padded_label[:num_rows] = torch.from_numpy(label)
+    weight[:num_rows] = 1.0
+    values, keys = torch.from_numpy(ids), list(schema.sparse_names)
+    sparse = KeyedJaggedTensor(keys=keys, values=values, lengths=lengths.view(-1), stride=num_padded_rows)
+    return Batch(dense=padded_dense, sparse=sparse, label=padded_label, weight=weight, num_global_rows=num_global_rows)
+
+
+def _check_bags(name: str, bags: Bags, num_rows: int, num_table_rows: int) -> None:
+    num_lengths = len(bags.ids) if bags.lengths is None else len(bags.lengths)
+    if num_lengths != num_rows:
+        raise DataError(f"feature {name} has bags for {num_lengths} rows, the label has {num_rows}: expected a bag per row, maybe empty")
+    if bags.lengths is not None and (int(bags.lengths.sum()) != len(bags.ids) or (num_rows and int(bags.lengths.min()) < 0)):
+        raise DataError(f"feature {name}: lengths add up to {int(bags.lengths.sum())} ids but there are {len(bags.ids)}")
+    if len(bags.ids) and (int(bags.ids.min()) < 0 or int(bags.ids.max()) >= num_table_rows):
+        raise DataError(
+            f"feature {name} has ids from {int(bags.ids.min())} to {int(bags.ids.max())}, its table has {num_table_rows} rows: "
+            "ids must be at least 0 and smaller than the number of rows"
+        )

@@ -1,0 +1,193 @@
+"""The order of rows in an epoch, and which rank takes which of them: pure functions of numbers, no file is touched here.
+
+The rows of a split stand in one sequence of *positions* 0..N-1. Position P belongs to rank `P % world_size`; the global
+batch of step s is the positions `[s * G, (s + 1) * G)` with G = batch_size * world_size * micro_batches. So the set of
+rows of a step depends on (seed, epoch, G) alone, every row comes once, and a position is all that resuming needs.
+
+Which row stands at a position is decided window by window. A *full window* is `shuffle_row_groups` row groups of equal
+size, one a *lane*: its positions go round the lanes, p lies in lane `p % num_lanes`, each lane in its own permutation. Where
+the number of ranks divides the number of lanes, rank r therefore needs only the lanes congruent to r, and no row group is
+decoded twice. Row groups left over, and those of another size, come last in *ragged windows*: permuted as a whole, decoded
+by every rank. A small set is one ragged window, fully shuffled.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_kstep.errors import ConfigError
+
+_ORDER_OF_GROUPS = 0  # tags that keep the streams of random numbers of one (seed, epoch) apart
+_ORDER_IN_LANE = 1
+_ORDER_IN_RAGGED_WINDOW = 2
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """How an epoch is cut into batches, and whose batches are wanted.
+
+    Attributes:
+        rank: the rank whose share is read.
+        world_size: ranks that share every global batch.
+        batch_size: rows per rank and micro-batch.
+        micro_batches: micro-batches per step.
+        seed: seed of the shuffle; without effect where `shuffle` is false.
+        epoch: index of the epoch; each has its own shuffle.
+        shuffle: whether rows come in a seeded random order instead of the order of the files.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    batch_size: int = 256
+    micro_batches: int = 1
+    seed: int = 0
+    epoch: int = 0
+    shuffle: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses orders that cannot exist."""
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank {self.rank} of {self.world_size} ranks: a rank must be smaller than the number of ranks")
+        if self.batch_size < 1 or self.micro_batches < 1:
+            raise ConfigError(f"batch_size {self.batch_size} and micro_batches {self.micro_batches}: both must be at least 1 row")
+        if self.seed < 0 or self.epoch < 0:
+            raise ConfigError(f"seed {self.seed} and epoch {self.epoch}: neither may be negative")
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of one step over all ranks and micro-batches."""
+        return self.batch_size * self.world_size * self.micro_batches
+
+    def num_steps(self, num_rows: int) -> int:
+        """Steps in an epoch of `num_rows` rows; the last one may be short, none is empty."""
+        return -(-num_rows // self.global_batch_size)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of one global micro-batch.
+
+    Attributes:
+        first_position: position of the rank's first row; the next ones follow at distances of `world_size`.
+        num_rows: rows of this rank, padding not counted; may be 0.
+        num_padded_rows: rows after padding, the same on all ranks and at least 1.
+        num_global_rows: rows of the whole step over all ranks and micro-batches, padding not counted.
+    """
+
+    first_position: int
+    num_rows: int
+    num_padded_rows: int
+    num_global_rows: int
+
+
+def shares(order: BatchOrder, num_rows: int, start_step: int = 0) -> Iterator[Share]:
+    """Yields the rank's share of every micro-batch from `start_step` to the end of the epoch."""
+    rows_per_micro_batch = order.batch_size * order.world_size
+    for step in range(start_step, order.num_steps(num_rows)):
+        num_global_rows = min(order.global_batch_size, num_rows - step * order.global_batch_size)
+        for micro_batch in range(order.micro_batches):
+            begin = (step * order.micro_batches + micro_batch) * rows_per_micro_batch
+            left = min(max(num_rows - begin, 0), rows_per_micro_batch)
+            yield Share(
+                first_position=begin + order.rank,
+                num_rows=_num_congruent(left, order.rank, order.world_size),
+                num_padded_rows=max(1, _num_congruent(left, 0, order.world_size)),
+                num_global_rows=num_global_rows,
+            )
+
+
+def num_own_rows_before(order: BatchOrder, num_rows: int, step: int) -> int:
+    """Rows of this rank in the steps before `step`: what a resumed stream passes over."""
+    return _num_congruent(min(step * order.global_batch_size, num_rows), order.rank, order.world_size)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A run of positions whose rows are decoded and held together.
+
+    Attributes:
+        first_position: position of its first row in the epoch.
+        row_groups: indices of its row groups, one a lane where `is_full`.
+        num_rows: rows of the window over all ranks.
+        is_full: whether the lanes rule holds, see the module's text.
+    """
+
+    first_position: int
+    row_groups: tuple[int, ...]
+    num_rows: int
+    is_full: bool
+
+    def num_own_rows(self, order: BatchOrder) -> int:
+        """Rows of the window that belong to the order's rank."""
+        return _num_congruent(self.num_rows, (order.rank - self.first_position) % order.world_size, order.world_size)
+
+
+def plan_windows(row_group_rows: Sequence[int], shuffle_row_groups: int, order: BatchOrder) -> list[Window]:
+    """Cuts the row groups of a split into windows, in the epoch's order.
+
+    Args:
+        row_group_rows: rows of each row group, in file order; empty row groups are passed over.
+        shuffle_row_groups: row groups per window.
+        order: gives seed, epoch and whether to shuffle; its rank plays no part.
+
+    Returns:
+        Windows that hold every row once; full ones come first.
+    """
+    counts = Counter(rows for rows in row_group_rows if rows)
+    if not counts:
+        return []
+    usual_rows = max(counts, key=lambda rows: (counts[rows], rows))
+    usual = [index for index, rows in enumerate(row_group_rows) if rows == usual_rows]
+    unusual = [index for index, rows in enumerate(row_group_rows) if rows not in (0, usual_rows)]
+    if order.shuffle:
+        usual = [usual[i] for i in _generator(order, _ORDER_OF_GROUPS, 0).permutation(len(usual))]
+        unusual = [unusual[i] for i in _generator(order, _ORDER_OF_GROUPS, 1).permutation(len(unusual))]
+    num_in_full = len(usual) // shuffle_row_groups * shuffle_row_groups
+    ragged = usual[num_in_full:] + unusual
+    windows: list[Window] = []
+    position = 0
+    for groups, is_full in ((usual[:num_in_full], True), (ragged, False)):
+        for begin in range(0, len(groups), shuffle_row_groups):
+            members = tuple(groups[begin : begin + shuffle_row_groups])
+            num_rows = sum(row_group_rows[index] for index in members)
+            windows.append(Window(position, members, num_rows, is_full))
+            position += num_rows
+    return windows
+
+
+def take_own_rows(window: Window, row_group_rows: Sequence[int], order: BatchOrder) -> tuple[tuple[int, ...], npt.NDArray[np.int64]]:
+    """Says what the order's rank decodes of a window, and in which order its rows come.
+
+    Returns:
+        The row groups to decode, in this order, and `[num_own_rows]` indices into their rows laid end to end.
+    """
+    first = (order.rank - window.first_position) % order.world_size
+    if not window.is_full:
+        rows = np.arange(window.num_rows, dtype=np.int64)
+        if order.shuffle:
+            rows = _generator(order, _ORDER_IN_RAGGED_WINDOW, *window.row_groups).permutation(rows)
+        return window.row_groups, np.ascontiguousarray(rows[first :: order.world_size])
+    num_lanes = len(window.row_groups)
+    owns_lanes = num_lanes % order.world_size == 0
+    groups = window.row_groups[first :: order.world_size] if owns_lanes else window.row_groups
+    rows_per_lane = row_group_rows[window.row_groups[0]]
+    rows_of_lanes = np.empty((rows_per_lane, len(groups)), dtype=np.int64)
+    for lane, group in enumerate(groups):
+        in_lane = np.arange(rows_per_lane, dtype=np.int64)
+        if order.shuffle:
+            in_lane = _generator(order, _ORDER_IN_LANE, group).permutation(in_lane)
+        rows_of_lanes[:, lane] = in_lane + lane * rows_per_lane
+    rows = rows_of_lanes.reshape(-1)
+    return groups, rows if owns_lanes else np.ascontiguousarray(rows[first :: order.world_size])
+
+
+def _num_congruent(num_positions: int, residue: int, modulus: int) -> int:
+    """How many of the positions 0..num_positions-1 are `residue` modulo `modulus`, for 0 <= residue < modulus."""
+    return max(0, -(-(num_positions - residue) // modulus))
+
+
+def _generator(order: BatchOrder, *tags: int) -> np.random.Generator:
+    return np.random.default_rng([order.seed, order.epoch, *tags])
