@@ -124,6 +124,7 @@ class DistributedConfig:
     """Ranks and their deadlines."""
 
     timeout_s: float = 120.0  # seconds that any collective may wait before the job fails
+    prepare_timeout_s: float = 86_400.0  # seconds that ranks wait for rank 0 to prepare the data set; a dead rank 0 is noticed sooner
     backend: str = "gloo"  # gloo | nccl
 
 
@@ -132,6 +133,7 @@ class RunConfig:
     """Everything `python -m torchrec_kstep.train` reads."""
 
     run_dir: str = ""  # folder of this run; "" = runs/<date>_<time>_<model>_<data>, made by rank 0
+    chdir: bool = False  # change into run_dir once it is made; relative paths of the configuration still start at the launch directory
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)

@@ -1,0 +1,37 @@
+"""Near matches for mistyped names."""
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+_MIN_RATIO = 0.6  # the cutoff that difflib itself uses; below it two names have little in common
+_OTHER_GROUP = 0.95  # a match under another group ranks just below the same match in the right group
+
+
+def _ratio(a: str, b: str) -> float:
+    return SequenceMatcher(None, a, b, autojunk=False).ratio()
+
+
+def _closeness(word: str, candidate: str) -> float:
+    """Likeness of two dotted names: as a whole, and by last part alone, so that `lr` finds `optim.lr`."""
+    by_last_part = _ratio(word.rpartition(".")[2], candidate.rpartition(".")[2])
+    return max(_ratio(word, candidate), _OTHER_GROUP * by_last_part)
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """Returns the candidate most like `word`, or None if nothing is like it; ties go to the first in sorted order."""
+    best = max(sorted(candidates), key=lambda candidate: _closeness(word, candidate), default=None)
+    return best if best is not None and _closeness(word, best) >= _MIN_RATIO else None
+
+
+def is_close(word: str, match: str) -> bool:
+    """Whether the last parts of two dotted names are alike, so that `match` is probably what was meant."""
+    return _ratio(word.rpartition(".")[2], match.rpartition(".")[2]) >= _MIN_RATIO
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """Returns `did you mean 'x'?`, or the list of candidates if they are few, or else where to look."""
+    names = sorted(candidates)
+    match = nearest(word, names)
+    if match is not None:
+        return f"did you mean {match!r}?"
+    return f"expected one of {', '.join(names)}" if len(names) <= 20 else "--help lists all keys"

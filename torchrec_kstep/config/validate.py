@@ -1,0 +1,243 @@
+"""Checks the values of a configuration: each by itself, and against each other. Opens nothing.
+
+`CHOICES` and `BOUNDS` name a rule for every key that needs one; rules over several keys are functions below.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torchrec_kstep.config.findings import Finding, Findings
+from torchrec_kstep.config.keys import Key, schema_keys
+from torchrec_kstep.config.schema import DataConfig, RunConfig
+from torchrec_kstep.config.suggest import did_you_mean
+
+_SHARDINGS = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise")
+COLUMN_MULTIPLE = 4  # FBGEMM's kernels read rows in groups of four floats
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "data.name": ("movielens_100k", "movielens_1m", "frappe", "criteo", "avazu", "synthetic"),
+    "data.encoding": ("vocabulary", "hash"),
+    "model.name": ("dlrm", "deepfm", "wide_deep", "dcn", "dcnv2"),
+    "model.pooling": ("sum", "mean"),
+    "planner.sharding": ("auto", *_SHARDINGS),
+    "planner.kernel": ("dense", "fused"),
+    "planner.tables": _SHARDINGS,
+    "optim.dense": ("adam", "sgd", "adagrad"),
+    "optim.embedding": ("adam", "sgd", "adagrad", "rowwise_adagrad"),
+    "optim.schedule": ("constant", "linear", "cosine"),
+    "train.pipeline": ("sparse_dist", "base", "plain"),
+    "train.device": ("cpu", "cuda"),
+    "metrics.progress": ("auto", "bar", "lines", "none"),
+    "distributed.backend": ("gloo", "nccl"),
+}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A range of numbers; an end that is not included is strict."""
+
+    low: float
+    high: float = math.inf
+    includes_low: bool = True
+    includes_high: bool = True
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is a finite number in the range."""
+        above = value >= self.low if self.includes_low else value > self.low
+        below = value <= self.high if self.includes_high else value < self.high
+        return math.isfinite(value) and above and below
+
+    def __str__(self) -> str:
+        """Says the range in words."""
+        words = f"at least {self.low}" if self.includes_low else f"above {self.low}"
+        if math.isinf(self.high):
+            return words
+        return f"{words} and {'at most' if self.includes_high else 'below'} {self.high}"
+
+
+ANY_COUNT = Bounds(0)
+AT_LEAST_ONE = Bounds(1)
+POSITIVE = Bounds(0, includes_low=False)
+NOT_NEGATIVE = Bounds(0)
+FRACTION = Bounds(0, 1, includes_high=False)
+SEED = Bounds(0, 2**63 - 1)  # what torch.manual_seed takes without wrapping around
+
+BOUNDS: Mapping[str, Bounds] = {
+    "data.limit": ANY_COUNT,
+    "data.shuffle_row_groups": AT_LEAST_ONE,
+    "data.prefetch_batches": ANY_COUNT,
+    "data.num_hash_rows": Bounds(4),  # three reserved ids, and one for values
+    "data.min_count": AT_LEAST_ONE,
+    "data.max_bad_lines": ANY_COUNT,
+    "data.rows_per_row_group": AT_LEAST_ONE,
+    "data.validation_fraction": FRACTION,
+    "data.test_fraction": FRACTION,
+    "data.split_seed": SEED,
+    "data.synthetic.num_train_rows": AT_LEAST_ONE,
+    "data.synthetic.num_eval_rows": AT_LEAST_ONE,
+    "data.synthetic.num_dense": ANY_COUNT,
+    "data.synthetic.num_rows_per_table": AT_LEAST_ONE,
+    "data.synthetic.max_ids_per_bag": AT_LEAST_ONE,
+    "data.synthetic.zipf_exponent": NOT_NEGATIVE,
+    "data.synthetic.seed": SEED,
+    "model.embedding_dim": AT_LEAST_ONE,
+    "model.mlp": AT_LEAST_ONE,
+    "model.bottom_mlp": AT_LEAST_ONE,
+    "model.dropout": FRACTION,
+    "model.num_cross_layers": AT_LEAST_ONE,
+    "model.cross_rank": ANY_COUNT,
+    "model.embedding_init_std": NOT_NEGATIVE,
+    "optim.lr": POSITIVE,
+    "optim.embedding_lr": POSITIVE,
+    "optim.beta1": FRACTION,
+    "optim.beta2": FRACTION,
+    "optim.eps": POSITIVE,
+    "optim.weight_decay": NOT_NEGATIVE,
+    "optim.embedding_l2": NOT_NEGATIVE,
+    "optim.clip_norm": NOT_NEGATIVE,
+    "optim.warmup_steps": ANY_COUNT,
+    "train.batch_size": AT_LEAST_ONE,
+    "train.accumulation": AT_LEAST_ONE,
+    "train.eval_batch_size": AT_LEAST_ONE,
+    "train.epochs": AT_LEAST_ONE,
+    "train.max_steps": ANY_COUNT,
+    "train.seed": SEED,
+    "train.eval_every_epochs": AT_LEAST_ONE,
+    "train.early_stop_patience": ANY_COUNT,
+    "train.log_every_steps": AT_LEAST_ONE,
+    "checkpoint.every_steps": ANY_COUNT,
+    "checkpoint.keep": AT_LEAST_ONE,
+    "distributed.timeout_s": POSITIVE,
+    "distributed.prepare_timeout_s": POSITIVE,
+}
+
+
+def check(config: object) -> None:
+    """Checks a configuration dataclass.
+
+    Raises:
+        ConfigError: lists everything that is wrong with it.
+    """
+    found = Findings()
+    found.add_unrelated(findings(config))
+    found.raise_if_any()
+
+
+def findings(config: object) -> list[Finding]:
+    """Returns everything that is wrong with the values of a configuration dataclass.
+
+    Where a value is wrong by itself, rules over several keys that read it are left out.
+    """
+    found = Findings()
+    schema_cls: type = type(config)
+    for path, key in schema_keys(schema_cls).leaves.items():
+        for text in _value_faults(key, _value(config, path)):
+            found.add(f"{path}: {text}" + (f" ({key.comment})" if key.comment else ""), path)
+    if isinstance(config, RunConfig):
+        found.add_unrelated(_run_rules(config))
+    data = getattr(config, "data", None)
+    if isinstance(data, DataConfig):
+        found.add_unrelated(_data_rules(data))
+    return found.items
+
+
+def _value(config: object, path: str) -> object:
+    value = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _value_faults(key: Key, value: object) -> Iterator[str]:
+    """Checks one value, or each item of a list or mapping, by the rule of its key; lists of names may not repeat one."""
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    choices, bounds = CHOICES.get(key.path), BOUNDS.get(key.path)
+    for item in items:
+        if choices is not None and item not in choices:
+            yield f"{item!r} is no choice; {did_you_mean(str(item), choices)}"
+        if bounds is not None and isinstance(item, int | float) and not bounds.holds(item):
+            yield f"expected {bounds}, got {item}"
+        elif bounds is None and isinstance(item, float) and not math.isfinite(item):
+            yield f"expected a finite number, got {item}"
+    names = [item for item in items if isinstance(item, str)] if isinstance(value, list) else []
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        yield f"{name!r} stands {names.count(name)} times; names must differ"
+
+
+def _data_rules(data: DataConfig) -> Iterator[Finding]:
+    if data.validation_fraction + data.test_fraction >= 1:
+        yield Finding(
+            f"data.validation_fraction={data.validation_fraction} and data.test_fraction={data.test_fraction} leave no rows to train on: "
+            "their sum must be below 1",
+            ("data.validation_fraction", "data.test_fraction"),
+        )
+    if data.name == "synthetic" and not data.synthetic.num_rows_per_table:
+        yield Finding(
+            "data.synthetic.num_rows_per_table is empty: a model needs at least one table", ("data.synthetic.num_rows_per_table",)
+        )
+
+
+def _run_rules(config: RunConfig) -> Iterator[Finding]:
+    yield from _model_rules(config)
+    yield from _fused_rules(config)
+    planner, optim, train = config.planner, config.optim, config.train
+    if planner.kernel == "dense" and optim.embedding == "rowwise_adagrad":
+        yield Finding(
+            "optim.embedding=rowwise_adagrad with planner.kernel=dense: torch.optim has no row-wise Adagrad; "
+            "choose planner.kernel=fused or optim.embedding=adagrad",
+            ("optim.embedding", "planner.kernel"),
+        )
+    if train.max_steps and optim.warmup_steps > train.max_steps:
+        yield Finding(
+            f"optim.warmup_steps={optim.warmup_steps} is more than train.max_steps={train.max_steps}: the warm-up would never end",
+            ("optim.warmup_steps", "train.max_steps"),
+        )
+    if config.distributed.backend == "nccl" and train.device == "cpu":
+        yield Finding(
+            "distributed.backend=nccl with train.device=cpu: NCCL moves CUDA tensors only; choose distributed.backend=gloo",
+            ("distributed.backend", "train.device"),
+        )
+
+
+def _model_rules(config: RunConfig) -> Iterator[Finding]:
+    model = config.model
+    if model.embedding_dim % COLUMN_MULTIPLE:
+        yield Finding(
+            f"model.embedding_dim={model.embedding_dim}: FBGEMM's kernels need a multiple of {COLUMN_MULTIPLE} columns; "
+            f"choose {COLUMN_MULTIPLE * math.ceil(model.embedding_dim / COLUMN_MULTIPLE)}",
+            ("model.embedding_dim",),
+        )
+
+
+def _fused_rules(config: RunConfig) -> Iterator[Finding]:
+    """Says what FBGEMM, which updates rows inside the backward pass, cannot do."""
+    planner, optim, train = config.planner, config.optim, config.train
+    if planner.kernel != "fused":
+        return
+    if optim.embedding == "adam":
+        yield Finding(
+            "planner.kernel=fused with optim.embedding=adam: FBGEMM has no Adam on CPU; "
+            "choose optim.embedding=adagrad, rowwise_adagrad or sgd, or planner.kernel=dense",
+            ("planner.kernel", "optim.embedding"),
+        )
+    if train.accumulation > 1:
+        yield Finding(
+            f"planner.kernel=fused with train.accumulation={train.accumulation}: fused tables step inside every backward, so each "
+            "micro-batch would be a step of its own; choose planner.kernel=dense or train.accumulation=1",
+            ("planner.kernel", "train.accumulation"),
+        )
+    if optim.embedding_l2 > 0:
+        yield Finding(
+            f"planner.kernel=fused with optim.embedding_l2={optim.embedding_l2}: the fused update sees touched rows only and would not "
+            "reach the others; choose planner.kernel=dense or optim.embedding_l2=0",
+            ("planner.kernel", "optim.embedding_l2"),
+        )
+    replicated = [name for name, sharding in planner.tables.items() if sharding == "data_parallel"]
+    if planner.sharding == "data_parallel" or replicated:
+        which = "planner.sharding=data_parallel" if planner.sharding == "data_parallel" else f"planner.tables.{replicated[0]}=data_parallel"
+        yield Finding(
+            f"planner.kernel=fused with {which}: a replicated table's gradients are averaged over ranks before the update, which only "
+            "planner.kernel=dense does; choose it, or another sharding",
+            ("planner.kernel", "planner.sharding", "planner.tables"),
+        )
