@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.checkout import ROOT, copy_checkout, project_files
+
 TINY_RUN = ["data.limit=2000", "train.epochs=1", "model.embedding_dim=8", "optim.lr=2e-3"]
 
 
@@ -25,20 +26,10 @@ def run(command: list[str], cwd: Path, timeout_s: float, **environ: str) -> str:
     return result.stdout
 
 
-def files(pattern: str) -> set[str]:
-    """Files of the checkout that match, tracked or about to be."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", "--", pattern]
-    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout
-    return {name for name in listing.split("\0") if name and (ROOT / name).is_file()}
-
-
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An sdist of a clean copy of the checkout, so that neither build products nor other tests are in the way."""
-    copy = tmp_path_factory.mktemp("clean copy")
-    for name in files("."):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes((ROOT / name).read_bytes())
+    copy = copy_checkout(tmp_path_factory.mktemp("clean copy"))
     dist = tmp_path_factory.mktemp("dist")
     run([sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(dist), str(copy)], copy, 100)
     (archive,) = dist.glob("*.tar.gz")
@@ -49,7 +40,11 @@ def test_the_sdist_holds_everything_that_a_build_needs(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = (
-        files("torchrec_kstep/*.py") | files("conf/*.yaml") | files("kernels/*.cpp") | files("kernels/*.h") | files("requirements/*.txt")
+        project_files("torchrec_kstep/*.py")
+        | project_files("conf/*.yaml")
+        | project_files("kernels/*.cpp")
+        | project_files("kernels/*.h")
+        | project_files("requirements/*.txt")
     )
     assert sources
     assert sorted(sources - names) == []
@@ -73,10 +68,10 @@ def test_the_wheel_trains_in_an_empty_venv_outside_the_checkout(sdist: Path, tmp
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
-    assert {f"torchrec_kstep/_{name}" for name in files("conf/*.yaml")} <= inside
-    assert files("torchrec_kstep/*.py") <= inside
+    assert {f"torchrec_kstep/_{name}" for name in project_files("conf/*.yaml")} <= inside
+    assert project_files("torchrec_kstep/*.py") <= inside
     assert not [name for name in inside if name.startswith(("tests", "benchmarks", "conf", "kernels"))]
-    if files("kernels/*.cpp"):
+    if project_files("kernels/*.cpp"):
         assert [name for name in inside if re.fullmatch(r"torchrec_kstep/_kernels\..*\.so", name)]
 
     venv = tmp_path / "an empty venv"
