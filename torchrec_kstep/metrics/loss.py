@@ -2,7 +2,9 @@
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from torchrec_kstep.errors import DivergenceError
 from torchrec_kstep.types import Predictions
 
 
@@ -30,3 +32,14 @@ class MeanLoss:
             dist.all_reduce(sums)
         loss, num_rows = sums.tolist()
         return (loss / num_rows if num_rows else 0.0), int(num_rows)
+
+
+def divergence(step: int, model: nn.Module) -> DivergenceError:
+    """Says that the loss of `step` is no number, and which parameters of `model` on this rank are none either."""
+    bad = [name for name, values in model.named_parameters() if not bool(values.detach().isfinite().all())]
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    where = f"not finite after it: {', '.join(bad[:3])}{more}" if bad else "all parameters are finite after it"
+    return DivergenceError(
+        f"the loss of step {step} is NaN or infinite ({where}): lower optim.lr and optim.embedding_lr, add optim.warmup_steps, "
+        "set optim.clip_norm, or look for extreme values in the dense columns"
+    )

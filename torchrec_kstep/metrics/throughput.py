@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
+import torch
+
 Phase = Literal["data_wait", "forward_backward", "optimizer", "evaluation", "checkpoint"]
 PHASES: tuple[Phase, ...] = ("data_wait", "forward_backward", "optimizer", "evaluation", "checkpoint")
 STEP_PHASES: tuple[Phase, ...] = ("data_wait", "forward_backward", "optimizer")
@@ -57,3 +59,22 @@ class PhaseTimer:
         if self._running:
             self._seconds[self._running[-1]] += now_s - self._since_s
         self._since_s = now_s
+
+
+class TimedOptimizer:
+    """Hands `zero_grad` and `step` on and charges their time to the `optimizer` phase."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, timer: PhaseTimer) -> None:
+        """Wraps `optimizer`. Fused tables step inside backward and are counted there."""
+        self._optimizer = optimizer
+        self._timer = timer
+
+    def zero_grad(self) -> None:
+        """Clears gradients."""
+        with self._timer.phase("optimizer"):
+            self._optimizer.zero_grad()
+
+    def step(self) -> None:
+        """Takes one step."""
+        with self._timer.phase("optimizer"):
+            self._optimizer.step()

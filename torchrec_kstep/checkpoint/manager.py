@@ -1,0 +1,192 @@
+"""Checkpoints of a run: save, find, restore, and remove what is no longer needed."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_kstep.checkpoint.files import remove_folder, verify_file
+from torchrec_kstep.checkpoint.manifest import MANIFEST_NAME, Manifest, Scalar, differences, read_manifest
+from torchrec_kstep.checkpoint.state import Slot, TrainState, flatten, random_state, set_random_state
+from torchrec_kstep.checkpoint.storage import JsonLoadPlanner, JsonSavePlanner, SnapshotReader, SnapshotWriter
+from torchrec_kstep.errors import CheckpointError, KStepError
+
+_NAME = re.compile(r"step_(\d{10})")
+_LEFTOVER = re.compile(r"step_\d{10}\.(tmp|deleted)")
+_SHOWN_DIFFERENCES = 8
+
+T = TypeVar("T")
+
+
+class CheckpointManager:
+    """The checkpoints of one run, in one folder that all ranks see.
+
+    A checkpoint is the folder `step_<10 digits>`: one safetensors file per rank and a JSON manifest with checksums. Tables
+    are stored by global row and column, so another sharding or number of ranks reads them as well.
+    """
+
+    def __init__(self, folder: Path, keep: int, contract: Mapping[str, Scalar]) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            folder: made by the first save.
+            keep: newest checkpoints that are not removed, at least 1; the best one is kept besides.
+            contract: what a run must share with the one that saved, for its checkpoint to be continued.
+        """
+        self._folder = folder
+        self._keep = max(keep, 1)
+        self._contract = dict(contract)
+
+    def steps(self) -> list[int]:
+        """Steps of the published checkpoints, ascending. Leftovers of interrupted saves do not count. Not collective."""
+        if not self._folder.is_dir():
+            return []
+        matches = [_NAME.fullmatch(path.name) for path in self._folder.iterdir() if (path / MANIFEST_NAME).exists()]
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def newest(self) -> int | None:
+        """Step of the newest checkpoint as rank 0 sees it, or `None`. Collective."""
+        found: list[Any] = [max(self.steps(), default=None)]
+        dist.broadcast_object_list(found, src=0)
+        step: int | None = found[0]
+        return step
+
+    def save(self, state: TrainState, dmp: DistributedModelParallel, optimizer: KeyedOptimizer) -> None:
+        """Saves weights, optimizer states, `state` and every rank's random streams, then removes old checkpoints. Collective.
+
+        It is all or nothing: the checkpoint gets its name when every byte of every rank is on the disk.
+
+        Raises:
+            CheckpointError: on all ranks, if any of them could not write; older checkpoints are intact.
+        """
+        slots = {**_slots(dmp.state_dict(), optimizer.state_dict()), **_random_slots(dist.get_rank(), random_state())}
+        manifest = Manifest(state.step, asdict(state), self._contract, dist.get_world_size(), {}, {}, {})
+        writer = SnapshotWriter(self._folder, _name(state.step), manifest)
+        values = {name: slot.value for name, slot in slots.items()}
+        _on_all_ranks("save", lambda: save(values, storage_writer=writer, planner=JsonSavePlanner()))
+        if dist.get_rank() == 0:
+            self._prune(state)
+
+    def restore(self, step: int, dmp: DistributedModelParallel, optimizer: KeyedOptimizer) -> tuple[TrainState, bool]:
+        """Loads the checkpoint of `step` in place. Collective.
+
+        Returns:
+            The saved state, and whether the random streams were restored: they are not where another number of ranks saved.
+
+        Raises:
+            CheckpointError: on all ranks: a file is missing or damaged (named), or the checkpoint is of another data set,
+                model or optimizer (with what differs).
+        """
+        folder = self._folder / _name(step)
+        manifest = _agree(lambda: self._open(folder))
+        model_state, optimizer_state = dmp.state_dict(), optimizer.state_dict()
+        slots = _slots(model_state, optimizer_state)
+        self._check_shape(folder, manifest, slots)
+        own_random: dict[str, Any] = random_state() if manifest.world_size == dist.get_world_size() else {}
+        slots |= _random_slots(dist.get_rank(), own_random)
+        values = {name: slot.value for name, slot in slots.items()}
+        reader = SnapshotReader(folder, manifest)
+        _on_all_ranks("load", lambda: load(values, storage_reader=reader, planner=JsonLoadPlanner()))
+        for name, slot in slots.items():  # tensors were loaded in place; values are put where they came from
+            slot.container[slot.key] = values[name]
+        dmp.load_state_dict(dict(model_state))  # a copy, because TorchRec renames keys in place
+        optimizer.load_state_dict(optimizer_state)
+        if own_random:
+            set_random_state(own_random)
+        return TrainState(**manifest.train_state), bool(own_random)
+
+    def _open(self, folder: Path) -> Manifest:
+        """Reads the manifest and verifies this rank's share of the files."""
+        manifest = read_manifest(folder)
+        if found := differences(manifest.contract, self._contract):
+            raise CheckpointError(
+                f"{folder} belongs to another run; differing are:\n  "
+                + "\n  ".join(found[:_SHOWN_DIFFERENCES])
+                + "\nset these back to continue it, or choose another run_dir to start anew"
+            )
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        for number, (name, info) in enumerate(sorted(manifest.files.items())):
+            if number % world_size == rank:
+                verify_file(folder / name, info)
+        return manifest
+
+    def _check_shape(self, folder: Path, manifest: Manifest, slots: Mapping[str, Slot]) -> None:
+        """Compares names, sizes and dtypes of the checkpoint with those of this run, over all ranks."""
+        mine = {name: _shape(slot.value) for name, slot in slots.items()}
+        gathered: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, mine)
+        current = {name: shape for part in gathered for name, shape in part.items()}
+        saved = {name: f"{info.dtype} {list(info.size)}" for name, info in manifest.tensors.items()} | dict.fromkeys(
+            manifest.values, "a value"
+        )
+        saved = {name: shape for name, shape in saved.items() if not name.startswith("random.")}
+        if found := differences(saved, current):
+            raise CheckpointError(
+                f"{folder} holds another model or optimizer; {len(found)} of {len(current)} entries differ:\n  "
+                + "\n  ".join(found[:_SHOWN_DIFFERENCES])
+                + "\nset the model and optimizer back to continue it, or choose another run_dir to start anew"
+            )
+
+    def _prune(self, state: TrainState) -> None:
+        """Removes leftovers, and checkpoints that are neither among the newest nor the best. On rank 0, after a publish."""
+        for path in self._folder.iterdir():
+            if _LEFTOVER.fullmatch(path.name):
+                remove_folder(path)
+        for step in self.steps()[: -self._keep]:
+            if step != state.best_step:
+                doomed = self._folder / f"{_name(step)}.deleted"
+                (self._folder / _name(step)).rename(doomed)  # half of a checkpoint must not look like one
+                remove_folder(doomed)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:010d}"
+
+
+def _slots(model_state: dict[str, Any], optimizer_state: dict[str, Any]) -> dict[str, Slot]:
+    return {**flatten("model", model_state), **flatten("optimizer", optimizer_state)}
+
+
+def _random_slots(rank: int, states: dict[str, Any]) -> dict[str, Slot]:
+    return {f"random.{rank}.{name}": Slot(value, states, name) for name, value in states.items()}
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor) or hasattr(value, "local_shards"):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.size())}"
+    return "a value"
+
+
+def _on_all_ranks(verb: str, collective: Callable[[], object]) -> None:
+    """Runs a `torch.distributed.checkpoint` call and says in one line what went wrong on which rank."""
+    try:
+        collective()
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        text = str(cause) if isinstance(cause, KStepError) else f"{type(cause).__name__}: {cause}"
+        raise CheckpointError(f"{verb} failed on rank {rank}: {text}") from cause
+
+
+def _agree(work: Callable[[], T]) -> T:
+    """Runs `work` on every rank; if it fails on any, all raise the error of the lowest such rank. Collective."""
+    result: T | None = None
+    problem: str | None = None
+    try:
+        result = work()
+    except CheckpointError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if first := next((text for text in problems if text is not None), None):
+        raise CheckpointError(first)
+    assert result is not None
+    return result

@@ -1,0 +1,96 @@
+"""A thread that keeps a rank from outliving its job: it beats, looks for a failure elsewhere, and hears signals.
+
+The main thread may sit in a collective or in a long computation, where neither an exception nor a Python signal handler
+reaches it. This thread gives it a grace period to end by itself and then ends the process.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+from torch._C._distributed_c10d import Store
+
+from torchrec_kstep.runtime import failure
+from torchrec_kstep.runtime.failure import Stopped
+
+POLL_S = 0.5
+HEARTBEAT_S = 1.0
+GRACE_S = 8.0
+
+
+class Watch:
+    """Watches over one rank from `start` to `stop`."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        """`store` must be a connection of this thread's own: a store's waiting call holds its connection."""
+        self._store = store
+        self._rank = rank
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kstep-watch", daemon=True)
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        os.set_blocking(self._wake_read, False)
+        self._old_handlers: dict[int, object] = {}
+        self._old_wakeup_fd = -1
+
+    def start(self) -> None:
+        """Installs the signal handlers (from the main thread only) and starts watching."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._old_handlers[signum] = signal.signal(signum, _raise_stopped)
+            self._old_wakeup_fd = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops watching and gives the signals back. Safe to call twice."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        if self._old_handlers:
+            signal.set_wakeup_fd(self._old_wakeup_fd)
+            for signum, handler in self._old_handlers.items():
+                signal.signal(signum, handler)  # type: ignore[arg-type]  # what signal.signal returned before
+        os.write(self._wake_write, b"\0")
+        self._thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _run(self) -> None:
+        num_beats = 0
+        next_beat_s = 0.0
+        while not self._stopping.is_set():
+            signum = self._wait_for_signal(POLL_S)
+            if self._stopping.is_set():
+                return
+            if signum:
+                self._end_after_grace(f"stopped by {signal.Signals(signum).name}", 128 + signum)
+            try:
+                if time.monotonic() >= next_beat_s:
+                    num_beats += 1
+                    next_beat_s = time.monotonic() + HEARTBEAT_S
+                    self._store.set(failure.heartbeat_key(self._rank), str(num_beats))
+                first = failure.recorded(self._store)
+            except RuntimeError:  # the store's errors: its process, rank 0 or the launcher, is gone
+                self._end_after_grace("lost the job's store, because the process that holds it ended", failure.EXIT_FAILURE)
+                return
+            if first is not None and first.rank != self._rank:
+                self._end_after_grace(f"stopped, because rank {first.rank} failed first", failure.EXIT_FAILURE)
+
+    def _wait_for_signal(self, timeout_s: float) -> int:
+        readable, _, _ = select.select([self._wake_read], [], [], timeout_s)
+        return next((byte for byte in os.read(self._wake_read, 64) if byte), 0) if readable else 0
+
+    def _end_after_grace(self, reason: str, code: int) -> None:
+        """Returns if the main thread stops the watch in time; else says why and ends the process."""
+        if self._stopping.wait(GRACE_S):
+            return
+        print(f"rank {self._rank} {reason}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+
+def _raise_stopped(signum: int, _frame: FrameType | None) -> None:
+    raise Stopped(signum)

@@ -1,0 +1,171 @@
+"""`python -m torchrec_kstep.train`: the only module that joins all stages. Also runs under torchrun."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchrec_kstep.checkpoint import CheckpointManager, TrainState
+from torchrec_kstep.checkpoint.manifest import Scalar
+from torchrec_kstep.checkpoint.state import seed_rank
+from torchrec_kstep.config import load
+from torchrec_kstep.config.schema import RunConfig
+from torchrec_kstep.data import ensure_prepared, open_dataset
+from torchrec_kstep.data.dataset import Dataset
+from torchrec_kstep.data.order import BatchOrder
+from torchrec_kstep.errors import ConfigError, DataError
+from torchrec_kstep.loop import Loop
+from torchrec_kstep.metrics.ctr import CTRReport
+from torchrec_kstep.metrics.sink import Sinks
+from torchrec_kstep.metrics.throughput import PhaseTimer, TimedOptimizer
+from torchrec_kstep.models import CTRTask, build_model
+from torchrec_kstep.optim import LrSchedule, build_optimizer
+from torchrec_kstep.planner import make_plan
+from torchrec_kstep.runtime import Job, open_run_dir, run
+from torchrec_kstep.sharding import build_sharders, shard_task
+from torchrec_kstep.torchrec_seam.pipeline import make_pipeline
+from torchrec_kstep.world import World
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Reads the command line, trains, and returns the exit code: 0, 1 for a failure, 2 for a wrong configuration."""
+    return load.main(RunConfig, "train", train, argv)
+
+
+def train(config: RunConfig) -> int:
+    """Trains as `config` says, as this process's rank of the job, and prints the test AUC. Collective under torchrun."""
+    world = World.from_torchrun()
+    return run(world, config.distributed, lambda job: _train(job, config))
+
+
+def _train(job: Job, config: RunConfig) -> int:
+    """From configuration to test AUC on one rank."""
+    world = job.world
+    run_dir = _enter_run_dir(job, config)
+    job.share("prepared", lambda: _prepare(config), timeout_s=config.distributed.prepare_timeout_s)
+    job.init_process_group()
+    dataset = open_dataset(config.data)
+    if not dataset.num_rows("train"):
+        raise DataError(f"the training split of data set {config.data.name!r} has no rows")
+    loop = build_loop(config, world, dataset, run_dir)
+    try:
+        state = resume(loop, run_dir)
+        loop.train(state)
+        report = loop.test(state)
+    finally:
+        loop.sinks.close()
+    if world.is_main:
+        print(last_line(report), flush=True)
+    return 0
+
+
+def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path) -> Loop:
+    """Builds model, plan, shards, optimizer and pipeline, all fresh. Needs the process group. Collective."""
+    device = torch.device(config.train.device, world.local_rank) if config.train.device == "cuda" else torch.device("cpu")
+    torch.manual_seed(config.train.seed)  # the same on all ranks: they build the same model
+    task = CTRTask(build_model(config.model, dataset.schema, torch.device("cpu")), world.world_size)
+    sharders = build_sharders(config.planner, config.optim)
+    process_group = dist.GroupMember.WORLD
+    assert process_group is not None
+    plan = make_plan(task, config.planner, world, sharders, config.train.batch_size, process_group)
+    dmp = shard_task(task, plan, sharders, world, device)
+    optimizer = build_optimizer(dmp, config.optim, config.train.accumulation)
+    timer = PhaseTimer()
+    return Loop(
+        config=config,
+        world=world,
+        device=device,
+        dataset=dataset,
+        dmp=dmp,
+        optimizer=optimizer,
+        schedule=LrSchedule(optimizer, config.optim, num_total_steps(config, world, dataset)),
+        pipeline=make_pipeline(config.train.pipeline, dmp, TimedOptimizer(optimizer, timer), device),
+        timer=timer,
+        checkpoints=CheckpointManager(run_dir / "checkpoints", config.checkpoint.keep, contract(config, world, dataset)),
+        sinks=Sinks(),
+    )
+
+
+def resume(loop: Loop, run_dir: Path) -> TrainState:
+    """Continues from the newest checkpoint of the run directory if there is one, and opens the sinks on rank 0. Collective.
+
+    Raises:
+        ConfigError: there are checkpoints, but `checkpoint.resume` is off.
+    """
+    config, world = loop.config, loop.world
+    newest = loop.checkpoints.newest()
+    if newest is not None and not config.checkpoint.resume:
+        raise ConfigError(f"{run_dir} holds checkpoints and checkpoint.resume=false: choose another run_dir, or resume")
+    state = TrainState()
+    seed_rank(config.train.seed, world.rank)
+    note = ""
+    if newest is not None:
+        state, has_streams = loop.checkpoints.restore(newest, loop.dmp, loop.optimizer)
+        note = f"continued from step {newest}"
+        if not has_streams:
+            seed_rank(config.train.seed, world.rank, newest)
+            note += f"; saved by another number of ranks, so dropout masks are drawn anew on {world.world_size}"
+    if world.is_main:
+        loop.sinks = Sinks.open(config.metrics, run_dir, state.step)
+        loop.sinks.line(f"run directory {run_dir}" + (f" ({note})" if note else ""))
+    return state
+
+
+def num_total_steps(config: RunConfig, world: World, dataset: Dataset) -> int:
+    """Optimizer steps of a run that is not stopped early; schedules end there."""
+    order = BatchOrder(batch_size=config.train.batch_size, world_size=world.world_size, micro_batches=config.train.accumulation)
+    num_steps = config.train.epochs * order.num_steps(dataset.num_rows("train"))
+    return min(num_steps, config.train.max_steps) if config.train.max_steps else num_steps
+
+
+def contract(config: RunConfig, world: World, dataset: Dataset) -> dict[str, Scalar]:
+    """What must not change between saving and resuming: it decides what the tensors and the position in the data mean."""
+    shared: dict[str, Scalar] = {
+        "data": f"{config.data.name} {dataset.fingerprint}",
+        "data.limit": config.data.limit,
+        "data.shuffle": config.data.shuffle,
+        "data.shuffle_row_groups": config.data.shuffle_row_groups,
+        "train.seed": config.train.seed,
+        "global batch (train.batch_size * ranks * train.accumulation)": config.train.batch_size
+        * world.world_size
+        * config.train.accumulation,
+        "optim.dense": config.optim.dense,
+        "optim.embedding": config.optim.embedding,
+    }
+    return shared | {f"model.{name}": json.dumps(value) for name, value in asdict(config.model).items()}
+
+
+def last_line(report: CTRReport) -> str:
+    """What the run prints last on stdout."""
+    return f"test AUC {report.auc:.4f}" if report.auc is not None else f"test AUC undefined: {report.undefined}"
+
+
+def _prepare(config: RunConfig) -> bool:
+    """Prepares a small data set on first use; true, for the ranks that wait for it."""
+    ensure_prepared(config.data)
+    return True
+
+
+def _enter_run_dir(job: Job, config: RunConfig) -> Path:
+    """Finds the run directory, writes the configuration there, and makes sure that all ranks were given the same."""
+    run_dir = open_run_dir(job, config.run_dir, f"{config.model.name}_{config.data.name}")
+    mine = asdict(config)
+    theirs = job.share("config", lambda: mine)
+    if differing := [name for name in mine if json.dumps(mine[name]) != json.dumps(theirs[name])]:
+        raise ConfigError(
+            f"rank {job.world.rank} was started with another configuration than rank 0 ({', '.join(differing)}): start all alike"
+        )
+    if job.world.is_main:
+        load.save(config, run_dir / "config.yaml")
+    if config.chdir:
+        os.chdir(run_dir)
+    return run_dir
+
+
+if __name__ == "__main__":
+    sys.exit(main())
