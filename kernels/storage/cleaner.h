@@ -1,0 +1,43 @@
+// Cleaner: gives back the space of overwritten rows, a little at a time.
+//
+// Purpose: keeps the bytes that no snapshot holds within `space_factor` x the units of live rows by
+// copying the live records of mostly-stale segments to the cold stream and dropping the segment.
+// The work is paced by how much was appended, so no single step pays for a whole segment.
+// docs/row_store.md explains the pacing and the choice of victims.
+// Ownership: a read buffer; borrows the log. Thread rule: that of the StoreContext.
+#pragma once
+
+#include <cstdint>
+
+#include "storage/row_log.h"
+
+namespace kstep {
+
+class Cleaner {
+ public:
+  // REQUIRES: space_factor > 1.
+  Cleaner(StoreContext* context, RowLog* log, double space_factor);
+
+  // 0 below the start of cleaning, 1 at the bound, above 1 past it.
+  double pressure() const;
+  // Cleans in proportion to `appended_bytes` and the pressure. Bounded by 8x the appended bytes plus one piece.
+  Status after_append(std::uint64_t appended_bytes);
+  // Cleans one piece of the best victim, whatever the pressure. *did_work is false when nothing can be gained.
+  Status step(bool* did_work);
+
+ private:
+  bool choose_victim();
+  Status clean_piece();
+  Status remove_empty(bool* did_work);
+
+  StoreContext* context_;
+  RowLog* log_;
+  double space_factor_;
+  double credit_bytes_ = 0;
+  std::uint32_t victim_ = kNoSlot;  // ordinal
+  std::uint64_t victim_id_ = 0;     // tells whether the ordinal was reused
+  std::uint32_t next_unit_ = 0;
+  AlignedBuffer piece_;
+};
+
+}  // namespace kstep
