@@ -7,7 +7,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from torchrec_kstep.config.schema import PlannerConfig
 from torchrec_kstep.errors import PlanError
-from torchrec_kstep.planner.report import check_tiling
+from torchrec_kstep.planner.report import check_tiling, placed_shards
 
 SHARDINGS = (
     ShardingType.DATA_PARALLEL.value,
@@ -63,13 +63,32 @@ def check_plan(plan: ShardingPlan, tables: Mapping[str, Sequence[EmbeddingBagCon
     Raises:
         PlanError: lists every finding.
     """
-    findings = check_tiling(plan, tables)
+    findings = check_tiling(plan, tables) + _empty_shard_faults(plan, tables)
     for path, configs in tables.items():
         module_plan = plan.plan.get(path)
         if isinstance(module_plan, EmbeddingModuleShardingPlan):
             findings += _mean_pooling_faults(configs, {name: sharding.sharding_type for name, sharding in module_plan.items()})
     if findings:
         raise PlanError("the plan is not usable:\n  " + "\n  ".join(findings))
+
+
+def _empty_shard_faults(plan: ShardingPlan, tables: Mapping[str, Sequence[EmbeddingBagConfig]]) -> list[str]:
+    """Finds fused shards without rows: FBGEMM's fused CPU kernels then update rows of another table, or fail."""
+    ranks_by_table: dict[str, list[int]] = {}
+    for shard in placed_shards(plan, tables):
+        if not shard.num_rows and shard.kernel == "fused":
+            ranks_by_table.setdefault(f"{shard.table!r} ({shard.sharding_type})", []).append(shard.rank)
+    return [
+        f"table {table} leaves rank {', '.join(map(str, ranks))} without a row, where FBGEMM's fused CPU kernels fail or update rows of another table: "
+        "give it planner.tables.<table>=table_wise, or choose planner.kernel=dense"
+        for table, ranks in ranks_by_table.items()
+    ]
+
+
+def leaves_empty_shards(num_rows: int, num_shards: int) -> bool:
+    """Tells whether TorchRec's equal row blocks leave a shard without rows, e.g. 5 rows on 4 ranks: 2 + 2 + 1 + 0."""
+    block_rows = -(-num_rows // num_shards)
+    return -(-num_rows // block_rows) < num_shards
 
 
 def _mean_pooling_faults(configs: Sequence[EmbeddingBagConfig], type_by_table: Mapping[str, str]) -> list[str]:

@@ -11,7 +11,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_kstep.config.schema import PlannerConfig
 from torchrec_kstep.errors import PlanError
-from torchrec_kstep.planner.checks import check_plan, check_tables
+from torchrec_kstep.planner.checks import check_plan, check_tables, leaves_empty_shards
 from torchrec_kstep.torchrec_seam.planning import (
     FixedPercentageStorageReservation,
     NoopEmbeddingStats,
@@ -119,7 +119,7 @@ def _constraints(tables: dict[str, list[EmbeddingBagConfig]], config: PlannerCon
         for table in configs:
             wanted = config.tables.get(table.name, config.sharding)
             constraints[table.name] = ParameterConstraints(
-                sharding_types=_automatic_types(config.kernel, has_mean, world) if wanted == "auto" else [wanted],
+                sharding_types=_automatic_types(table.num_embeddings, config.kernel, has_mean, world) if wanted == "auto" else [wanted],
                 compute_kernels=["fused", "dense"] if config.kernel == "dense" else ["fused"],
                 min_partition=_column_shard_dim(table.embedding_dim, world.world_size)
                 if wanted == ShardingType.COLUMN_WISE.value
@@ -137,15 +137,16 @@ def _set_kernel(plan: ShardingPlan, kernel: str) -> None:
                 sharding.compute_kernel = kernel
 
 
-def _automatic_types(kernel: str, has_mean: bool, world: World) -> list[str]:
-    """Returns the types that `auto` may mix within one collection."""
+def _automatic_types(num_rows: int, kernel: str, has_mean: bool, world: World) -> list[str]:
+    """Returns the types that `auto` may give a table: all but those that `checks.check_plan` would refuse."""
     types = [ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value]
     if kernel == "dense":
         types.append(ShardingType.DATA_PARALLEL.value)
-    if not has_mean:  # TorchRec divides wrongly where row-sharded MEAN tables meet others: see checks.check_plan
+    is_fused = kernel == "fused"
+    if not has_mean and not (is_fused and leaves_empty_shards(num_rows, world.world_size)):
         types.append(ShardingType.ROW_WISE.value)
-        if world.num_hosts > 1:
-            types.append(ShardingType.TABLE_ROW_WISE.value)
+    if not has_mean and world.num_hosts > 1 and not (is_fused and leaves_empty_shards(num_rows, world.local_world_size)):
+        types.append(ShardingType.TABLE_ROW_WISE.value)
     return types
 
 
