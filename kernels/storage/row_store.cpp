@@ -27,6 +27,13 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+std::string parent_of(const std::string& path) {
+  const std::size_t end = path.find_last_not_of('/');
+  const std::size_t slash = end == std::string::npos ? std::string::npos : path.rfind('/', end);
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
 StoreId random_store_id() {
   std::random_device device;
   StoreId id;
@@ -115,7 +122,10 @@ Status RowStore::check_options() const {
 
 Status RowStore::take_locks() {
   for (const std::string& path : options_.paths) {
-    KSTEP_RETURN_IF_ERROR(env_->make_dir(path));
+    if (!env_->exists(path)) {
+      KSTEP_RETURN_IF_ERROR(env_->make_dir(path));
+      KSTEP_RETURN_IF_ERROR(env_->sync_dir(parent_of(path)));
+    }
     locks_.emplace_back();
     KSTEP_RETURN_IF_ERROR(env_->lock(path + "/LOCK", &locks_.back()));
     KSTEP_RETURN_IF_ERROR(env_->make_dir(path + "/snapshots"));
