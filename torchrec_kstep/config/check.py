@@ -16,8 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchrec_kstep.config.findings import Findings
 from torchrec_kstep.config.keys import Key, SchemaKeys, schema_keys
-from torchrec_kstep.config.search_path import YamlFile
 from torchrec_kstep.config.suggest import did_you_mean, is_close, nearest
+from torchrec_kstep.config.yaml_file import YamlFile
 
 CHDIR = "hydra.job.chdir"  # the one key below `hydra.` that has a meaning here: another spelling of `chdir` on the command line
 _KEYWORDS = ("optional", "override")  # words that may stand before a group in a defaults list
@@ -54,6 +54,7 @@ class Checker:
     Attributes:
         accepted: the schema's defaults with every good assignment applied.
         group_overrides: overrides that choose a file of a group, those with faults left out.
+        chosen: group -> its choices in `group_overrides`.
         overrides: all overrides without a fault, as Hydra must be given them.
         findings: faults so far.
     """
@@ -66,6 +67,7 @@ class Checker:
         self.findings = findings
         self.accepted = writable_schema(schema_cls)
         self.group_overrides: list[str] = []
+        self.chosen: dict[str, list[str]] = {}
         self.overrides: list[str] = []
         self._pending: list[tuple[str, object, str]] = []
 
@@ -122,7 +124,7 @@ class Checker:
             if group in self.keys.groups:
                 self.findings.add(f"{text}: group {group} cannot be removed; choose one of {', '.join(self.groups[group])}", group)
             else:
-                self._choose(text)
+                self._choose(text, group, [])
             return
         bare = text.lstrip("+")
         if override.is_force_add() or override.is_add() == (group in self._offered):
@@ -140,9 +142,10 @@ class Checker:
         if isinstance(value, list) and group in self.keys.groups:
             self.findings.add(f"{text}: one {group} at a time; several runs need --multirun and {group}={','.join(map(str, value))}", group)
         elif not unknown:
-            self._choose(text)
+            self._choose(text, group, [str(choice) for choice in choices])
 
-    def _choose(self, text: str) -> None:
+    def _choose(self, text: str, group: str, choices: list[str]) -> None:
+        self.chosen[group] = choices
         self.group_overrides.append(text)
         self.overrides.append(text)
 

@@ -22,8 +22,9 @@ from torchrec_kstep.config.compose import Composer, register_schema
 from torchrec_kstep.config.findings import Findings
 from torchrec_kstep.config.keys import schema_keys
 from torchrec_kstep.config.render import help_text, yaml_text
-from torchrec_kstep.config.search_path import SearchPath, read_yaml
+from torchrec_kstep.config.search_path import SearchPath
 from torchrec_kstep.config.sweep import Job, jobs_of
+from torchrec_kstep.config.yaml_file import read_yaml
 from torchrec_kstep.errors import ConfigError
 
 T = TypeVar("T")
@@ -175,19 +176,18 @@ def _load_job(schema_cls: type, config_name: str, command: Command, overrides: S
 
 def _check_files(checker: Checker, composer: Composer, search: SearchPath) -> None:
     """Checks the files that the chosen groups use, in the order in which Hydra merges them."""
-    primary = search.find(search.primary)
-    assert primary is not None, f"SearchPath.of made sure of {search.primary}"
+    reason = ""
     try:
         used = composer.used_files(checker.group_overrides)
     except ConfigError as error:
-        _check_file(checker, primary, "")
-        if not checker.findings:
-            checker.findings.add(str(error))
-        return
+        reason = str(error)
+        used = search.reachable(checker.chosen)
     for item in used:
         file = search.find(item.config_path)
         if file is not None:  # schemas and Hydra's own files are no files of the search path
             _check_file(checker, file, item.package)
+    if reason and not checker.findings:
+        checker.findings.add(reason)
 
 
 def _check_file(checker: Checker, file: Path, package: str) -> None:

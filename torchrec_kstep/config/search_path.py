@@ -1,17 +1,13 @@
-"""Where YAML files are found, and what stands in them: values with their lines, and defaults lists."""
+"""Where YAML files are found, and which of them a command line leads to."""
 
 import importlib
-import typing
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml  # type: ignore[import-untyped]  # OmegaConf's own YAML reader, without annotations
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from torchrec_kstep.config.command import Command
 from torchrec_kstep.config.suggest import did_you_mean
+from torchrec_kstep.config.yaml_file import YamlFile, read_yaml
 from torchrec_kstep.errors import ConfigError
 
 PACKAGE = "torchrec_kstep._conf"  # the folder conf/ of the checkout, as the installed package names it
@@ -32,6 +28,14 @@ def packaged_dir() -> Path:
         ) from None
     assert file is not None, "conf/ has an __init__.py"
     return Path(file).parent
+
+
+@dataclass(frozen=True)
+class UsedFile:
+    """A file that takes part in a composition: its name, and the dotted path below which its keys stand."""
+
+    config_path: str
+    package: str
 
 
 @dataclass(frozen=True)
@@ -87,112 +91,37 @@ class SearchPath:
 
     def offered(self) -> dict[str, tuple[str, ...]]:
         """Returns the groups in the defaults list of the file to start from, and of the files it names, with their choices."""
-        offered: dict[str, tuple[str, ...]] = {}
+        entries = (entry for _, content in self._walk({}) if content is not None for entry in content.defaults)
+        return {entry.group: entry.choices for entry in entries if entry.is_group and "override" not in entry.keywords}
+
+    def reachable(self, chosen: Mapping[str, Sequence[str]]) -> list[UsedFile]:
+        """Returns every file that the defaults lists lead to, where `chosen` replaces the choices of some groups.
+
+        An approximation of what Hydra uses, for when a fault keeps Hydra from saying: it leaves out nothing that is used.
+        """
+        return [used for used, _ in self._walk(chosen)]
+
+    def _walk(self, chosen: Mapping[str, Sequence[str]]) -> Iterator[tuple[UsedFile, YamlFile | None]]:
+        """Yields each file once, the content None where it cannot be read."""
         seen: set[str] = set()
-        ahead = [self.primary]
+        ahead = [("", self.primary), *((group, f"{group}/{choice}") for group, choices in chosen.items() for choice in choices)]
         while ahead:
-            name = ahead.pop()
+            group, name = ahead.pop(0)
             file = self.find(name)
             if file is None or name in seen:
                 continue
             seen.add(name)
             try:
-                defaults = read_yaml(file).defaults
-            except ConfigError:  # told by the check of files
+                content = read_yaml(file)
+            except ConfigError:  # told by the check of the file
+                yield UsedFile(name, group), None
                 continue
-            ahead += [entry.group for entry in defaults if not entry.is_group]
-            offered |= {entry.group: entry.choices for entry in defaults if entry.is_group}
-        return offered
+            yield UsedFile(name, "" if content.is_global else group), content
+            for entry in content.defaults:
+                if not entry.is_group:
+                    ahead.append((group, entry.group))
+                ahead += [(entry.group, f"{entry.group}/{choice}") for choice in entry.choices if entry.group not in chosen]
 
     def primaries(self) -> list[str]:
         """Returns the names of the files to start from."""
         return sorted({file.stem for folder in self.folders for file in folder.glob("*.yaml")})
-
-
-@dataclass(frozen=True)
-class DefaultsEntry:
-    """One entry of a defaults list: `optional override /group@package: choice`.
-
-    Attributes:
-        keywords: words before the group.
-        group: name of the group, or of a file if there is no choice.
-        is_group: whether a group and a choice stand there, or the plain name of a file.
-        choices: names chosen; empty for `null` and for plain files.
-        line: line in its file, from 1.
-    """
-
-    keywords: tuple[str, ...]
-    group: str
-    is_group: bool
-    choices: tuple[str, ...]
-    line: int
-
-
-@dataclass(frozen=True)
-class YamlFile:
-    """The content of one file.
-
-    Attributes:
-        file: its path.
-        values: what it sets, without its defaults list; interpolations are not resolved.
-        lines: dotted path -> line, from 1.
-        defaults: its defaults list.
-    """
-
-    file: Path
-    values: Mapping[typing.Any, object]
-    lines: Mapping[str, int]
-    defaults: tuple[DefaultsEntry, ...]
-
-    def locate(self, path: str) -> str:
-        """Returns `file:line` of a key in this file."""
-        return f"{self.file}:{self.lines.get(path, 1)}"
-
-
-def read_yaml(file: Path) -> YamlFile:
-    """Reads one YAML file.
-
-    Raises:
-        ConfigError: it cannot be read, is no valid YAML, repeats a key, or is no mapping.
-    """
-    try:
-        text = file.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = OmegaConf.to_container(OmegaConf.create(text)) if root is not None else {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{file}:{line}: no valid YAML: {error.problem}") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{file}: {str(error).splitlines()[0]}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file}:1: expected keys and values, got {type(values).__name__}")
-    lines = dict(_lines(root, ""))
-    defaults = values.pop("defaults", [])
-    if not isinstance(defaults, list):
-        raise ConfigError(f"{file}:{lines.get('defaults', 1)}: expected a list under defaults, got {defaults!r}")
-    entries = [_entry(entry, lines.get(f"defaults.{index}", 1)) for index, entry in enumerate(defaults)]
-    return YamlFile(file, values, lines, tuple(entries))
-
-
-def _lines(node: "yaml.Node | None", prefix: str) -> Iterator[tuple[str, int]]:
-    """Yields the dotted path and the line of every key and list item."""
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            path = f"{prefix}{key.value}"
-            yield path, key.start_mark.line + 1
-            yield from _lines(value, path + ".")
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            yield f"{prefix}{index}", value.start_mark.line + 1
-            yield from _lines(value, f"{prefix}{index}.")
-
-
-def _entry(entry: object, line: int) -> DefaultsEntry:
-    text, choice = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, None)
-    words = str(text).split() or [""]
-    choices = choice if isinstance(choice, list) else [] if choice is None else [choice]
-    return DefaultsEntry(
-        tuple(words[:-1]), words[-1].partition("@")[0].lstrip("/"), isinstance(entry, dict), tuple(map(str, choices)), line
-    )
