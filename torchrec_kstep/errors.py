@@ -29,6 +29,10 @@ class DivergenceError(KStepError):
     """The loss or a prediction became NaN or infinite."""
 
 
+class LaunchError(KStepError):
+    """Hosts or ranks do not find one another, or were not started alike."""
+
+
 class RankFailure(KStepError):  # noqa: N818 - names what happened to a rank, as the log line does
     """Another rank failed first; its own message is the cause."""
 
