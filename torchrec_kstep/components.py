@@ -1,23 +1,17 @@
 """TorchX components: `torchx run -s SCHEDULER kstep.train -j 2x1 -- optim.lr=1e-3`.
 
 Registered as entry points in setup.cfg, beside TorchX's own, which any registered component would hide otherwise. Nothing
-heavy is imported here: `torchx` reads this module for every command. TorchX wants each parameter annotated with a plain type
-and described under `Args:`, and a component per verb.
+heavy is imported here: `torchx` reads this module for every command. TorchX takes every function of the module for a
+component, wants each parameter annotated with a plain type and described under `Args:`, so the work is done in `submission`.
 """
 
-import shlex
-import socket
-from typing import Dict, List, Optional  # noqa: UP035 - TorchX reads these annotations from the source and knows no others
+# ruff: noqa: UP006, UP035, UP045 - TorchX reads annotations from the source, and knows these forms only
+from typing import Dict, List, Optional
 
 import torchx
 from torchx import specs
-from torchx.components.dist import parse_nnodes
-from torchx.specs import macros
 
-DEFAULT_RENDEZVOUS_PORT = 29500
-NUM_PORTS_TRIED = 100
-CPUS_PER_RANK = 2
-PREPARE_MEMORY_MB = 4096  # preparation streams; its memory does not grow with the data
+from torchrec_kstep import submission
 
 
 def train(
@@ -29,8 +23,8 @@ def train(
     cpu: int = 0,
     gpu: int = 0,
     memMB: int = 0,  # noqa: N803 - TorchX's own spelling, which users of other components type
-    env: Optional[Dict[str, str]] = None,  # noqa: UP006
-    mounts: Optional[List[str]] = None,  # noqa: UP006
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
     max_retries: int = 0,
     rdzv_port: int = 0,
     join_timeout_s: int = 300,
@@ -56,27 +50,10 @@ def train(
         rdzv_port: port of the first host where hosts meet; 0 = 29500, or the next one that is free here
         join_timeout_s: seconds that hosts wait for one another
     """
-    min_hosts, max_hosts, ranks_per_host, hosts = parse_nnodes(j)
-    _check_overrides(overrides)
-    command = ["python", "-m", "torchrec_kstep.launch", "--nnodes", hosts, "--nproc-per-node", str(ranks_per_host)]
-    command += ["--max-restarts", str(max_retries), "--tee", "3", "--role", ""]
-    port = rdzv_port or _free_port()
-    line = _quoted([*command, "--rdzv-conf", f"join_timeout={join_timeout_s}"]) + f" --rdzv-id {macros.app_id}"
-    if max_hosts > 1:  # the variable's name depends on the scheduler; some leave it empty on the first host itself
-        line += f' --rdzv-endpoint "$${{{macros.rank0_env}:=localhost}}:{port}"'
-    line += " " + _quoted(["-m", "torchrec_kstep.train", *overrides])
-    if not any(override.startswith("run_dir=") for override in overrides):
-        line += f" run_dir=runs/{macros.app_id}"  # the same in every attempt, so that a restart finds its checkpoints
-    resource = specs.resource(
-        cpu=cpu or CPUS_PER_RANK * ranks_per_host,
-        gpu=gpu,
-        memMB=memMB or (0 if h else _memory_mb(overrides, max_hosts, ranks_per_host)),
-        h=h,
+    role = submission.training_role(
+        overrides, j, image, cpu=cpu, gpu=gpu, memory_mb=memMB, h=h, max_retries=max_retries, port=rdzv_port, join_timeout_s=join_timeout_s
     )
-    role = _role("train", line, image, resource, env, mounts, max_retries)
-    role.num_replicas, role.min_replicas = max_hosts, min_hosts
-    role.port_map = {"c10d": port}
-    return specs.AppDef(name=name, roles=[role])
+    return specs.AppDef(name=name, roles=[submission.in_surroundings(role, env, mounts)])
 
 
 def prepare(
@@ -85,9 +62,9 @@ def prepare(
     name: str = "prepare",
     h: Optional[str] = None,
     cpu: int = 2,
-    memMB: int = PREPARE_MEMORY_MB,  # noqa: N803
-    env: Optional[Dict[str, str]] = None,  # noqa: UP006
-    mounts: Optional[List[str]] = None,  # noqa: UP006
+    memMB: int = 4096,  # noqa: N803
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
     max_retries: int = 0,
 ) -> specs.AppDef:
     """Turns raw logs into training files: `python -m torchrec_kstep.prepare` on one host. Write `--` before the overrides.
@@ -103,67 +80,5 @@ def prepare(
         mounts: mounts of container schedulers, e.g. type=bind,src=/data,dst=/data,readonly
         max_retries: restarts by the scheduler after a failure
     """
-    _check_overrides(overrides)
-    line = _quoted(["python", "-m", "torchrec_kstep.prepare", *overrides])
-    return specs.AppDef(name=name, roles=[_role("prepare", line, image, specs.resource(cpu=cpu, memMB=memMB, h=h), env, mounts, max_retries)])
-
-
-def _role(
-    name: str,
-    line: str,
-    image: str,
-    resource: specs.Resource,
-    env: dict[str, str] | None,
-    mounts: list[str] | None,
-    max_retries: int,
-) -> specs.Role:
-    """A role that runs one line of shell."""
-    return specs.Role(
-        name=name,
-        image=image,
-        entrypoint="bash",
-        args=["-c", line],
-        env={"LOGLEVEL": "WARNING", **(env or {})},
-        resource=resource,
-        max_retries=max_retries,
-        mounts=specs.parse_mounts(mounts) if mounts else [],
-    )
-
-
-def _check_overrides(overrides: tuple[str, ...]) -> None:
-    """Refuses options of the component that stand behind overrides, where TorchX hands them to the program instead."""
-    for override in overrides:
-        if override.startswith("-"):
-            raise ValueError(
-                f"{override!r} stands among the overrides, which are of the form key=value: options of the component come before "
-                "them, e.g. torchx run -s local_cwd kstep.train -j 2x1 -- optim.lr=1e-3"
-            )
-
-
-def _quoted(arguments: list[str]) -> str:
-    """Quotes arguments for the shell, and `$` for TorchX, which fills templates of its own in before the shell runs."""
-    return " ".join(shlex.quote(argument) for argument in arguments).replace("$", "$$")
-
-
-def _free_port() -> int:
-    """Returns the first free port from 29500 on: on one machine hosts of two jobs must not meet each other's.
-
-    Other schedulers run the job on other machines, where one port of this range is as good as another.
-    """
-    for port in range(DEFAULT_RENDEZVOUS_PORT, DEFAULT_RENDEZVOUS_PORT + NUM_PORTS_TRIED):
-        with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    return DEFAULT_RENDEZVOUS_PORT
-
-
-def _memory_mb(overrides: tuple[str, ...], num_hosts: int, ranks_per_host: int) -> int:
-    """Estimates the memory of one host from the configuration, which is checked on the way."""
-    from torchrec_kstep.config.load import load  # these import Hydra, which listing components does not need
-    from torchrec_kstep.config.schema import RunConfig
-    from torchrec_kstep.footprint import host_memory_bytes
-
-    return -(-host_memory_bytes(load(RunConfig, "train", overrides), num_hosts, ranks_per_host) // 10**6)
+    role = submission.preparation_role(overrides, image, cpu=cpu, memory_mb=memMB, h=h, max_retries=max_retries)
+    return specs.AppDef(name=name, roles=[submission.in_surroundings(role, env, mounts)])
