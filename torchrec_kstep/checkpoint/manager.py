@@ -172,6 +172,8 @@ def _on_all_ranks(verb: str, collective: Callable[[], object]) -> None:
         collective()
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
+        if not isinstance(cause, Exception):
+            raise cause from None  # a signal or an exit on its way out, not a fault of the checkpoint
         text = str(cause) if isinstance(cause, KStepError) else f"{type(cause).__name__}: {cause}"
         raise CheckpointError(f"{verb} failed on rank {rank}: {text}") from cause
 

@@ -38,8 +38,12 @@ class Stopped(BaseException):
 
     def __init__(self, signum: int) -> None:
         """Remembers which signal."""
-        super().__init__(signal.Signals(signum).name)
+        super().__init__(signum)
         self.signum = signum
+
+    def __str__(self) -> str:
+        """The signal's name."""
+        return signal.Signals(self.signum).name
 
 
 @dataclass(frozen=True)
