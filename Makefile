@@ -17,10 +17,10 @@ help:  ## say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 install:  ## .venv with the locked CPU set, the package in editable form, kernels compiled
-	@bash requirements/install.sh runtime
+	@bash requirements/install.sh runtime && echo "setup: .venv is ready"
 
 install-dev:  ## the same, and the tools for checking and releasing
-	@bash requirements/install.sh dev
+	@bash requirements/install.sh dev && echo "setup: .venv is ready, with the tools for development"
 
 train: install  ## train a model on MovieLens-100K (or what ARGS say) and print its test AUC
 	@$(PY) -m torchrec_kstep.train $(ARGS)
