@@ -81,7 +81,9 @@ class Checker:
                 override = parser.parse_override(self._without_alias(text))
             except HydraException as error:
                 reason = str(error).splitlines()[0]
-                self.findings.add(f"{text}: cannot be read as key=value ({reason}); quote odd values like 'key=\"a b\"'")
+                key, equals, value = text.partition("=")
+                advice = f"""if the value is right, quote it: '{key}="{value}"'""" if equals else "expected key=value or group=choice"
+                self.findings.add(f"{text}: cannot be read ({reason}); {advice}")
             else:
                 self._check_override(text, override)
 

@@ -117,7 +117,12 @@ def _load_all(schema_cls: type[T], config_name: str, command: Command, under_tor
             f"e.g. for lr in 1e-3 1e-2; do torchrun --nproc-per-node 2 -m torchrec_kstep.{config_name} optim.lr=$lr; done"
         )
     jobs = jobs_of(command.overrides, command.multirun, findings)
-    configs = [_load_job(schema_cls, config_name, command, job.overrides, findings) for job in jobs]
+    configs = []
+    for job in jobs:
+        found = Findings()
+        configs.append(_load_job(schema_cls, config_name, command, job.overrides, found))
+        for item in found.items:
+            findings.add(item.text, *item.keys)
     findings.raise_if_any()
     return [(job, _in_own_folder(cast(T, config), job)) for job, config in zip(jobs, configs, strict=True)]
 

@@ -50,7 +50,7 @@ options:
   -h, --help              this text
   --version               version of the package
   -c, --cfg job           print the resolved configuration and end
-  -m, --multirun          run once for each combination of values, e.g. optim.lr=1e-3,1e-2
+  -m, --multirun          run once for each combination of values, e.g. data.limit=100,1000
   -cp, --config-path DIR  folder searched for files before the packaged ones
   -cn, --config-name NAME file to start from (NAME.yaml)
   -cd, --config-dir DIR   folder searched for files after the packaged ones

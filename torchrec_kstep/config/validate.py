@@ -205,7 +205,7 @@ def _model_rules(config: RunConfig) -> Iterator[Finding]:
     if model.embedding_dim % COLUMN_MULTIPLE:
         yield Finding(
             f"model.embedding_dim={model.embedding_dim}: FBGEMM's kernels need a multiple of {COLUMN_MULTIPLE} columns; "
-            f"choose {COLUMN_MULTIPLE * math.ceil(model.embedding_dim / COLUMN_MULTIPLE)}",
+            f"choose {model.embedding_dim + -model.embedding_dim % COLUMN_MULTIPLE}",
             ("model.embedding_dim",),
         )
 

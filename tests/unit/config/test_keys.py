@@ -13,7 +13,7 @@ from torchrec_kstep.config.schema import PrepareConfig, RunConfig
 
 def test_every_leaf_and_group_is_listed_in_order() -> None:
     keys = schema_keys(Toy)
-    assert list(keys.leaves) == ["name", "is_fast", "widths", "columns", "rules", "optim.k", "optim.lr", "optim.inner.width", "bare"]
+    assert list(keys.leaves) == ["name", "is_fast", "widths", "columns", "rules", "optim.k", "optim.pace", "optim.inner.width", "bare"]
     assert list(keys.groups) == ["optim", "optim.inner"]
     assert keys.leaves["widths"].default == [1, 2]
     assert keys.leaves["widths"].type_text == "list[int]"

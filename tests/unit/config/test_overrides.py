@@ -121,8 +121,10 @@ def test_an_edited_key_is_answered_with_a_near_match(edited: str) -> None:
         ("optim=3", "optim is a group of keys, got 3; keys of optim: dense"),
         ("data.synthetic=3", "data.synthetic is a group of keys, got 3"),
         ("model={nam: dcn}", "unknown key 'model.nam'; did you mean 'model.name'?"),
-        ("a b", "cannot be read as key=value"),
-        ("optim.lr", "cannot be read as key=value"),
+        ("a b", "expected key=value"),
+        ("optim.lr", "expected key=value"),
+        ("run_dir=~/a", "if the value is right, quote it: 'run_dir=\"~/a\"'"),
+        ("run_dir=a, b)", "cannot be read"),
     ],
 )
 def test_a_real_name_in_a_wrong_form_is_refused_with_the_right_one(override: str, says: str) -> None:

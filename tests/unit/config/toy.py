@@ -15,7 +15,7 @@ class OptimToy:
     """How it steps."""
 
     k: int = 1  # steps between merges
-    lr: float = 0.1  # learning rate, per step
+    pace: float = 0.1  # steps per second
     inner: InnerToy = field(default_factory=InnerToy)
 
 
