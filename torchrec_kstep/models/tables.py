@@ -31,7 +31,8 @@ class NormalInit:
         """Writes `weight` (`[rows, dim]`, any device) in place."""
         if weight.is_meta:
             return
-        generator = torch.Generator().manual_seed((self.seed % 2**31) << 32 | zlib.crc32(self.table.encode()))
+        # torch's CPU generator looks at the low 32 bits of its seed only, so both names are hashed into these.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{self.table}".encode()))
         with torch.no_grad():
             weight.copy_(torch.empty(weight.shape, dtype=torch.float32).normal_(0.0, self.std, generator=generator))
 

@@ -56,12 +56,19 @@ def build_optimizer(dmp: DistributedModelParallel, config: OptimConfig, accumula
 
 
 def _split_parameters(dmp: DistributedModelParallel) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Returns (dense parameters, local parts of tables with the dense kernel) by name; fused tables are in neither."""
+    """Returns (dense parameters, local parts of tables with the dense kernel) by name; fused tables are in neither.
+
+    A rank without any part of a table has an empty parameter in its name. It is left out: it never gets a gradient, and
+    its step count of zero would compete with that of the other ranks in a checkpoint.
+    """
     prefixes = tuple(f"{path}." for path, module in dmp.module.named_modules() if isinstance(module, ShardedEmbeddingBagCollection))
     dense: dict[str, nn.Parameter] = {}
     embedding: dict[str, nn.Parameter] = {}
     for name, param in in_backward_optimizer_filter(dmp.named_parameters()):
-        (embedding if name.startswith(prefixes) else dense)[name] = param
+        if not name.startswith(prefixes):
+            dense[name] = param
+        elif param.numel():
+            embedding[name] = param
     return dense, embedding
 
 

@@ -79,8 +79,8 @@ def _empty_shard_faults(plan: ShardingPlan, tables: Mapping[str, Sequence[Embedd
         if not shard.num_rows and shard.kernel == "fused":
             ranks_by_table.setdefault(f"{shard.table!r} ({shard.sharding_type})", []).append(shard.rank)
     return [
-        f"table {table} leaves rank {', '.join(map(str, ranks))} without a row, where FBGEMM's fused CPU kernels fail or update rows of another table: "
-        "give it planner.tables.<table>=table_wise, or choose planner.kernel=dense"
+        f"table {table} leaves rank {', '.join(map(str, ranks))} without a row, where FBGEMM's fused CPU kernels fail or update rows "
+        "of another table: give it planner.tables.<table>=table_wise, or choose planner.kernel=dense"
         for table, ranks in ranks_by_table.items()
     ]
 

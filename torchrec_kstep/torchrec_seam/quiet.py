@@ -11,6 +11,10 @@ _WARNINGS = (
     # FBGEMM registers the gradient of its dense CPU lookup in a way that torch is about to forbid; the gradients are right
     # (the equality tests compare them with plain torch).
     r"fbgemm::dense_embedding_codegen_lookup_function: an autograd kernel was not registered",
+    # TorchRec's sharded state is made of `ShardedTensor`, which torch wants to replace one day; saving touches its fields.
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
+    # TorchRec shows sharded tables as `ShardedTensor` unless told otherwise, and checkpoints of these work.
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
     # TorchRec calls functions that torch 2.13 has renamed.
     r"`broadcast_buffers` is deprecated",
     r"`torch\.distributed\.reduce_scatter_tensor` is deprecated",
