@@ -92,6 +92,7 @@ def make_batch(
     for feature in schema.sparse:
         _check_bags(feature.name, bags[feature.name], num_rows, feature.num_rows)
     in_order = [bags[name] for name in schema.sparse_names]
+    dense, label = np.array(dense, dtype=np.float32), np.array(label, dtype=np.float32)
     return pad_batch(schema, dense, in_order, label, num_padded_rows or num_rows, num_global_rows or num_rows)
 
 
@@ -103,24 +104,38 @@ def pad_batch(
     num_padded_rows: int,
     num_global_rows: int,
 ) -> Batch:
-    """Makes a batch out of columns that are known to be right; the fast path of the readers. Arguments as in `make_batch`."""
+    """Makes a batch out of columns that are known to be right: the fast path of the readers.
+
+    Arguments as in `make_batch`; the batch takes `dense` and `label` over where they need no padding.
+    """
+    # In numpy throughout: torch's operators would start the threads of its own pool for arrays of this size, and so take the
+    # cores from the training step that this runs beside.
     num_rows = len(label)
-    lengths = torch.zeros(len(bags), num_padded_rows, dtype=torch.int32)
-    for index, bag in enumerate(bags):
-        lengths[index, :num_rows] = 1 if bag.lengths is None else torch.from_numpy(bag.lengths)
+    lengths = np.zeros((len(bags), num_padded_rows), dtype=np.int32)
     ids = np.empty(sum(len(bag.ids) for bag in bags), dtype=np.int64)
     end = 0
-    for bag in bags:
+    for index, bag in enumerate(bags):
+        lengths[index, :num_rows] = 1 if bag.lengths is None else bag.lengths
         begin, end = end, end + len(bag.ids)
         ids[begin:end] = bag.ids
-    padded_dense = torch.zeros(num_padded_rows, schema.num_dense, dtype=torch.float32)
-    padded_dense[:num_rows] = torch.from_numpy(dense)
-    padded_label, weight = torch.zeros(num_padded_rows), torch.zeros(num_padded_rows)
-    padded_label[:num_rows] = torch.from_numpy(label)
-    weight[:num_rows] = 1.0
+    weight = np.zeros(num_padded_rows, dtype=np.float32)
+    weight[:num_rows] = 1
     values, keys = torch.from_numpy(ids), list(schema.sparse_names)
-    sparse = KeyedJaggedTensor(keys=keys, values=values, lengths=lengths.view(-1), stride=num_padded_rows)
-    return Batch(dense=padded_dense, sparse=sparse, label=padded_label, weight=weight, num_global_rows=num_global_rows)
+    return Batch(
+        dense=torch.from_numpy(_pad(dense, num_padded_rows)),
+        sparse=KeyedJaggedTensor(keys=keys, values=values, lengths=torch.from_numpy(lengths).view(-1), stride=num_padded_rows),
+        label=torch.from_numpy(_pad(label, num_padded_rows)),
+        weight=torch.from_numpy(weight),
+        num_global_rows=num_global_rows,
+    )
+
+
+def _pad(rows: npt.NDArray[np.float32], num_padded_rows: int) -> npt.NDArray[np.float32]:
+    if len(rows) == num_padded_rows:
+        return rows
+    padded = np.zeros((num_padded_rows, *rows.shape[1:]), dtype=np.float32)
+    padded[: len(rows)] = rows
+    return padded
 
 
 def _check_bags(name: str, bags: Bags, num_rows: int, num_table_rows: int) -> None:

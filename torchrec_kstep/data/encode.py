@@ -128,7 +128,16 @@ def random_split(first_row: int, num_rows: int, seed: int, validation_fraction: 
 
 
 def _sum_by_value(values: Values, counts: npt.NDArray[np.int64]) -> tuple[Values, npt.NDArray[np.int64]]:
-    order = np.argsort(values, kind="stable")
-    values, counts = values[order], counts[order]
-    begins = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])) if len(values) else np.empty(0, dtype=np.int64)
-    return values[begins], np.add.reduceat(counts, begins) if len(begins) else counts
+    """Sorts values and adds up the counts of equal ones."""
+    if not len(values):
+        return values, counts
+    if values.dtype == np.uint32 and counts.max() <= np.iinfo(np.uint32).max:
+        # Sorting value and count as one 64-bit number is several times faster than sorting indices and gathering.
+        pairs = values.astype(np.uint64) << np.uint64(32) | counts.astype(np.uint64)
+        pairs.sort()
+        values, counts = (pairs >> np.uint64(32)).astype(np.uint32), (pairs & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    else:
+        order = np.argsort(values, kind="stable")
+        values, counts = values[order], counts[order]
+    begins = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+    return values[begins], np.add.reduceat(counts, begins)

@@ -22,7 +22,7 @@ from torchrec_kstep.errors import ConfigError
 
 _ORDER_OF_GROUPS = 0  # tags that keep the streams of random numbers of one (seed, epoch) apart
 _ORDER_IN_LANE = 1
-_ORDER_IN_RAGGED_WINDOW = 2
+_ORDER_OF_RAGGED_WINDOW = 2
 
 
 @dataclass(frozen=True)
@@ -158,30 +158,51 @@ def plan_windows(row_group_rows: Sequence[int], shuffle_row_groups: int, order: 
     return windows
 
 
-def take_own_rows(window: Window, row_group_rows: Sequence[int], order: BatchOrder) -> tuple[tuple[int, ...], npt.NDArray[np.int64]]:
-    """Says what the order's rank decodes of a window, and in which order its rows come.
+@dataclass(frozen=True)
+class Reading:
+    """What one rank decodes of a window, and in which order its rows come.
 
-    Returns:
-        The row groups to decode, in this order, and `[num_own_rows]` indices into their rows laid end to end.
+    A shuffle is a permutation of each row group, applied while its columns are in the processor's cache, and then a merge
+    that reads every row group from front to back. A random merge of random permutations is a random permutation of all.
+
+    Attributes:
+        row_groups: what to decode, in this order.
+        permutations: per row group, `[rows]` indices into it; None = it keeps its order.
+        rows: `[num_own_rows]` indices into the permuted row groups laid end to end.
     """
+
+    row_groups: tuple[int, ...]
+    permutations: tuple[npt.NDArray[np.int64] | None, ...]
+    rows: npt.NDArray[np.int64]
+
+
+def read_own_rows(window: Window, row_group_rows: Sequence[int], order: BatchOrder) -> Reading:
+    """Says how the order's rank reads its rows of a window."""
     first = (order.rank - window.first_position) % order.world_size
+    groups = window.row_groups
     if not window.is_full:
         rows = np.arange(window.num_rows, dtype=np.int64)
         if order.shuffle:
-            rows = _generator(order, _ORDER_IN_RAGGED_WINDOW, *window.row_groups).permutation(rows)
-        return window.row_groups, np.ascontiguousarray(rows[first :: order.world_size])
-    num_lanes = len(window.row_groups)
-    owns_lanes = num_lanes % order.world_size == 0
-    groups = window.row_groups[first :: order.world_size] if owns_lanes else window.row_groups
-    rows_per_lane = row_group_rows[window.row_groups[0]]
-    rows_of_lanes = np.empty((rows_per_lane, len(groups)), dtype=np.int64)
-    for lane, group in enumerate(groups):
-        in_lane = np.arange(rows_per_lane, dtype=np.int64)
-        if order.shuffle:
-            in_lane = _generator(order, _ORDER_IN_LANE, group).permutation(in_lane)
-        rows_of_lanes[:, lane] = in_lane + lane * rows_per_lane
-    rows = rows_of_lanes.reshape(-1)
-    return groups, rows if owns_lanes else np.ascontiguousarray(rows[first :: order.world_size])
+            # Numbers of 16 bits are sorted by radix, several times faster than wider ones.
+            lanes = np.arange(len(groups), dtype=np.uint16 if len(groups) <= 1 << 16 else np.int64)
+            lane_of_position = np.repeat(lanes, [row_group_rows[group] for group in groups])
+            lane_of_position = _generator(order, _ORDER_OF_RAGGED_WINDOW, *groups).permutation(lane_of_position)
+            rows[np.argsort(lane_of_position, kind="stable")] = np.arange(window.num_rows)
+        rows = rows[first :: order.world_size]
+    elif len(groups) % order.world_size == 0:
+        groups = groups[first :: order.world_size]
+        rows = _round_robin(len(groups), row_group_rows[groups[0]])
+    else:
+        rows = _round_robin(len(groups), row_group_rows[groups[0]])[first :: order.world_size]
+    permutations = tuple(
+        _generator(order, _ORDER_IN_LANE, group).permutation(row_group_rows[group]) if order.shuffle else None for group in groups
+    )
+    return Reading(groups, permutations, np.ascontiguousarray(rows))
+
+
+def _round_robin(num_lanes: int, rows_per_lane: int) -> npt.NDArray[np.int64]:
+    """Indices that take the first row of each lane, then the second of each, and so on; the lanes are laid end to end."""
+    return np.arange(num_lanes * rows_per_lane, dtype=np.int64).reshape(num_lanes, rows_per_lane).T.reshape(-1)
 
 
 def _num_congruent(num_positions: int, residue: int, modulus: int) -> int:

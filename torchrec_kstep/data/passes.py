@@ -105,7 +105,7 @@ def _count_values(blocks: Iterator[RawBlock], source: Source, spool: Spool, min_
     builders = [VocabularyBuilder() for _ in source.sparse_names]
     for block in blocks:
         spool.append(block)
-        is_train = np.equal(block.split, 0)
+        is_train = np.asarray(block.split) == 0
         for builder, coded in zip(builders, block.sparse, strict=True):
             builder.add(coded.values, _count_codes(coded, is_train))
     return [builder.finish(min_count) for builder in builders]

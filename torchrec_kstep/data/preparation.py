@@ -50,6 +50,16 @@ def prepare(config: DataConfig, *, overwrite: bool = False, progress: Progress |
     return manifest
 
 
+def check_sources(config: DataConfig) -> None:
+    """Compares an existing set with the raw files and the options of the configuration.
+
+    Raises:
+        DataError: they differ; says in what.
+    """
+    sources, options = describe_sources(open_source(config).files), _options(config)
+    _find_existing(prepared_folder(config), fingerprint(sources, options), sources, options, overwrite=False)
+
+
 def _be_silent(_what: str, _num_rows: int) -> None:
     return
 

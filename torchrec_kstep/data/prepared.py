@@ -8,7 +8,7 @@ from torchrec_kstep.data.background import work_ahead
 from torchrec_kstep.data.columns import OwnRows, RowCursor, RowGroup, decode, gather
 from torchrec_kstep.data.dataset import BatchStream
 from torchrec_kstep.data.manifest import Manifest, check_files, read_manifest
-from torchrec_kstep.data.order import BatchOrder, num_own_rows_before, plan_windows, shares, take_own_rows
+from torchrec_kstep.data.order import BatchOrder, num_own_rows_before, plan_windows, read_own_rows, shares
 from torchrec_kstep.types import SPLITS, Batch, FeatureSchema, Split
 
 
@@ -78,8 +78,9 @@ class PreparedSet:
         for window in plan_windows(row_group_rows, self._shuffle_row_groups, order):
             num_own_rows = window.num_own_rows(order)
             if num_rows_to_skip < num_own_rows:
-                members, rows = take_own_rows(window, row_group_rows, order)
-                yield OwnRows(decode([groups[index] for index in members], self.manifest), rows[num_rows_to_skip:])
+                reading = read_own_rows(window, row_group_rows, order)
+                columns = decode([groups[index] for index in reading.row_groups], reading.permutations, self.manifest)
+                yield OwnRows(columns, reading.rows[num_rows_to_skip:])
             num_rows_to_skip = max(0, num_rows_to_skip - num_own_rows)
 
 

@@ -1,7 +1,9 @@
 """Raw data sets: one small module for each format, all behind the interface of `base.Source`."""
 
 from torchrec_kstep.config.schema import DataConfig
+from torchrec_kstep.data.sources.avazu import AvazuSource
 from torchrec_kstep.data.sources.base import Source
+from torchrec_kstep.data.sources.criteo import CriteoSource
 from torchrec_kstep.data.sources.frappe import FrappeSource
 from torchrec_kstep.data.sources.movielens_1m import MovieLens1MSource
 from torchrec_kstep.data.sources.movielens_100k import MovieLens100KSource
@@ -10,7 +12,7 @@ from torchrec_kstep.errors import ConfigError
 SMALL_SOURCES = ("movielens_100k", "movielens_1m", "frappe")
 """Sources that fit into memory and are prepared on first use."""
 
-SOURCES = (*SMALL_SOURCES,)
+SOURCES = (*SMALL_SOURCES, "criteo", "avazu")
 """Every `data.name` that has raw files."""
 
 
@@ -28,6 +30,10 @@ def open_source(config: DataConfig) -> Source:
             return MovieLens1MSource(config)
         case "frappe":
             return FrappeSource(config)
+        case "criteo":
+            return CriteoSource(config)
+        case "avazu":
+            return AvazuSource(config)
     raise ConfigError(f"data.name={config.name} has no raw files to read: expected one of {', '.join(SOURCES)}")
 
 
