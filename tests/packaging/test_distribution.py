@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import ROOT, copy_checkout, project_files
+from tests.checkout import ROOT, copy_checkout
 
 TINY_RUN = ["data.limit=2000", "train.epochs=1", "model.embedding_dim=8", "optim.lr=2e-3"]
 
@@ -27,27 +27,30 @@ def run(command: list[str], cwd: Path, timeout_s: float, **environ: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An sdist of a clean copy of the checkout, so that neither build products nor other tests are in the way."""
-    copy = copy_checkout(tmp_path_factory.mktemp("clean copy"))
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clean copy of the checkout, so that neither build products nor work in progress are in the way."""
+    return copy_checkout(tmp_path_factory.mktemp("clean copy"))
+
+
+def files(copy: Path, *patterns: str) -> set[str]:
+    """Files of the copy that match a glob, as they are named inside an archive."""
+    return {path.relative_to(copy).as_posix() for pattern in patterns for path in copy.glob(pattern)}
+
+
+@pytest.fixture(scope="module")
+def sdist(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist that a release would upload."""
     dist = tmp_path_factory.mktemp("dist")
     run([sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(dist), str(copy)], copy, 100)
     (archive,) = dist.glob("*.tar.gz")
     return archive
 
 
-def test_the_sdist_holds_everything_that_a_build_needs(sdist: Path) -> None:
+def test_the_sdist_holds_everything_that_a_build_needs(copy: Path, sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    sources = (
-        project_files("torchrec_kstep/*.py")
-        | project_files("conf/*.yaml")
-        | project_files("kernels/*.cpp")
-        | project_files("kernels/*.h")
-        | project_files("requirements/*.txt")
-    )
-    assert sources
-    assert sorted(sources - names) == []
+    built_from = ("torchrec_kstep/**/*.py", "conf/**/*.yaml", "kernels/**/*.cpp", "kernels/**/*.h", "requirements/*")
+    assert sorted(files(copy, *built_from) - names) == []
     assert {"LICENSE", "README.md", "setup.py", "setup.cfg", "pyproject.toml", "torchrec_kstep/py.typed"} <= names
 
 
@@ -60,7 +63,7 @@ def test_the_version_has_a_place_in_the_changelog() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_wheel_trains_in_an_empty_venv_outside_the_checkout(sdist: Path, tmp_path: Path) -> None:
+def test_the_wheel_trains_in_an_empty_venv_outside_the_checkout(copy: Path, sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (source,) = tmp_path.glob("torchrec_kstep-*")
@@ -68,10 +71,10 @@ def test_the_wheel_trains_in_an_empty_venv_outside_the_checkout(sdist: Path, tmp
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
-    assert {f"torchrec_kstep/_{name}" for name in project_files("conf/*.yaml")} <= inside
-    assert project_files("torchrec_kstep/*.py") <= inside
+    assert {f"torchrec_kstep/_{name}" for name in files(copy, "conf/**/*.yaml")} <= inside
+    assert files(copy, "torchrec_kstep/**/*.py") <= inside
     assert not [name for name in inside if name.startswith(("tests", "benchmarks", "conf", "kernels"))]
-    if project_files("kernels/*.cpp"):
+    if files(copy, "kernels/**/*.cpp"):
         assert [name for name in inside if re.fullmatch(r"torchrec_kstep/_kernels\..*\.so", name)]
 
     venv = tmp_path / "an empty venv"
