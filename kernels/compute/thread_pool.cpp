@@ -1,6 +1,7 @@
 #include "compute/thread_pool.h"
 
-#include <immintrin.h>
+#include "compute/cpu.h"
+
 #include <pthread.h>
 
 #include <atomic>
@@ -14,7 +15,7 @@
 namespace kstep {
 namespace {
 
-// Iterations of _mm_pause before a waiting thread sleeps: about 20 us, the gap between two regions of one op.
+// Iterations of spin_wait before a waiting thread sleeps: about 20 us, the gap between two regions of one op.
 constexpr int kSpins = 500;
 constexpr int kMaxWorkers = 255;
 
@@ -79,7 +80,7 @@ class ThreadPool {
   void wait_until_idle() {
     for (int spin = 0; spin < kSpins; ++spin) {
       if (num_active_.load(std::memory_order_acquire) == 0) return;
-      _mm_pause();
+      spin_wait();
     }
     std::unique_lock<std::mutex> lock(mutex_);
     idle_.wait(lock, [this] { return num_active_.load(std::memory_order_acquire) == 0; });
@@ -88,7 +89,7 @@ class ThreadPool {
   void serve() {
     std::uint64_t seen = 0;
     for (;;) {
-      for (int spin = 0; spin < kSpins && generation_.load(std::memory_order_acquire) == seen; ++spin) _mm_pause();
+      for (int spin = 0; spin < kSpins && generation_.load(std::memory_order_acquire) == seen; ++spin) spin_wait();
       std::unique_lock<std::mutex> lock(mutex_);
       wake_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
       seen = generation_.load(std::memory_order_relaxed);

@@ -1,0 +1,78 @@
+// OptimizerSpec: how a row is updated, and the constants that the row kernels need for it.
+//
+// Formulas (docs/numerics.md; float32 throughout, each operation rounded on its own, no FMA). g is the row's summed
+// gradient, taken in this order:
+//   L2        g += l2 * w                                     (lazy: touched rows only)
+//   clip      t = r * count * max(||w||, r * sqrt(dim) * zeta);  g *= t / ||g|| if ||g|| > t       (CowClip)
+//   SGD       w -= lr * g
+//   Adam      m = b1 * m + (1 - b1) * g;  v = b2 * v + ((1 - b2) * g) * g
+//             w -= (lr / (1 - b1^t)) * m / (sqrt(v / (1 - b2^t)) + eps)       (lazy: touched rows only)
+//             t is the group's step (global) or the number of times this row was updated (row), counted from 1
+//   Adagrad   sum += mean(g^2);  w -= (lr / (sqrt(sum) + eps)) * g           (row-wise: one sum per row)
+// Sums over columns (norms, mean) run in 16 lanes, column j in lane j % 16, then a tree: the same bits at every vector
+// width.
+// Ownership: plain values. Threads: immutable after make().
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/schema.h"
+#include "common/status.h"
+
+namespace kstep {
+
+enum class OptimizerKind : int { None = 0, Sgd = 1, Adam = 2, RowwiseAdagrad = 3 };
+enum class BiasCorrection : int { Global = 0, Row = 1 };
+
+struct OptimizerSpec {
+  OptimizerKind kind = OptimizerKind::None;  // None: rows are only read
+  double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
+  double l2 = 0.0;
+  BiasCorrection bias_correction = BiasCorrection::Global;
+  bool has_clip = false;
+  double clip_ratio = 1.0;   // r
+  double clip_zeta = 1e-5;   // zeta
+};
+
+// 1 / (1 - beta^step), step >= 1.
+double inverse_bias(double beta, std::uint64_t step);
+
+// inverse_bias as float32 for step 0, 1, 2, ... up to where it becomes 1.0f, at most kMaxSteps entries (entry 0 unused).
+struct BiasTable {
+  static constexpr std::size_t kMaxSteps = 1u << 20;
+  double beta = 0.0;
+  std::vector<float> inverse;
+
+  explicit BiasTable(double b);
+};
+
+// Byte offsets of the fields inside a payload; RecordSchema::kNoField where the table has no such field.
+struct RowLayout {
+  std::uint32_t dim = 0;
+  std::uint32_t payload_bytes = 0;
+  std::uint32_t m = 0, v = 0, step = 0, sum = 0;
+  std::uint32_t touches = 0;  // updates since the row's touches were last cleared
+  std::uint32_t base = 0;     // the weights just before the first of those updates
+
+  // Fails with InvalidArgument, naming table and field, if the schema lacks a field that `spec` needs or has it in
+  // another type or width.
+  static Status make(const TableSpec& table, const OptimizerSpec& spec, RowLayout* out);
+};
+
+// What one update of one table needs.
+struct UpdateParams {
+  OptimizerKind kind = OptimizerKind::None;
+  RowLayout layout;
+  float lr = 0.0f, beta1 = 0.0f, one_minus_beta1 = 0.0f, beta2 = 0.0f, one_minus_beta2 = 0.0f, eps = 0.0f, l2 = 0.0f;
+  float inverse_bias1 = 1.0f, inverse_bias2 = 1.0f;  // at the group's step
+  // BiasCorrection::Row: inverse_bias by step (BiasTable), and its betas for steps beyond the tables.
+  const float* row_bias1 = nullptr;
+  const float* row_bias2 = nullptr;
+  std::uint32_t row_bias1_size = 0, row_bias2_size = 0;
+  double row_beta1 = 0.0, row_beta2 = 0.0;
+  bool has_clip = false;
+  float clip_ratio = 1.0f, clip_floor = 0.0f;  // r, and r * sqrt(dim) * zeta
+};
+
+}  // namespace kstep

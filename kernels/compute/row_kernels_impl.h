@@ -1,0 +1,364 @@
+// Body of the row kernels; included by row_kernels_baseline.cpp and row_kernels_avx512.cpp, nowhere else.
+//
+// The includer sets KSTEP_KERNELS (name of the table it defines) and KSTEP_ISA (its text). Everything here has internal
+// linkage and calls no inline library function: a shared symbol built for AVX-512 would crash a lesser processor.
+// Loops are written so that the vectoriser turns them into full vectors; dims 8, 16, 32, 64 and 128 get their own copy.
+
+namespace kstep {
+namespace {
+
+constexpr std::size_t kRowsAhead = 3;        // rows of payload fetched ahead of an update
+constexpr std::size_t kPositionsAhead = 10;  // rows fetched ahead of a gather
+constexpr std::size_t kMaxPrefetchBytes = 1024;  // the rest of a longer row comes by the hardware's own prefetcher
+constexpr int kLanes = 16;
+
+template <int kDim>
+inline int width(std::uint32_t dim) {
+  return kDim != 0 ? kDim : static_cast<int>(dim);
+}
+
+inline void prefetch(const void* address, std::size_t bytes) {
+  const char* line = static_cast<const char*>(address);
+  const std::size_t end = bytes < kMaxPrefetchBytes ? bytes : kMaxPrefetchBytes;
+  for (std::size_t at = 0; at < end; at += kCacheLineBytes) __builtin_prefetch(line + at);
+}
+
+inline void fence_streams(bool streamed) {
+#if defined(__x86_64__)
+  if (streamed) _mm_sfence();
+#else
+  (void)streamed;
+#endif
+}
+
+inline bool can_stream(const float* out, int dim) {
+#if defined(__x86_64__)
+  return dim % kLanes == 0 && reinterpret_cast<std::uintptr_t>(out) % kCacheLineBytes == 0;
+#else
+  (void)out, (void)dim;
+  return false;
+#endif
+}
+
+// REQUIRES: can_stream(out, dim).
+inline void stream_row(float* out, const float* row, int dim) {
+#if defined(__AVX512F__)
+  for (int j = 0; j < dim; j += 16) _mm512_stream_ps(out + j, _mm512_loadu_ps(row + j));
+#elif defined(__AVX__)
+  for (int j = 0; j < dim; j += 8) _mm256_stream_ps(out + j, _mm256_loadu_ps(row + j));
+#else
+  for (int j = 0; j < dim; ++j) out[j] = row[j];
+#endif
+}
+
+inline void copy_row(float* __restrict out, const float* __restrict row, int dim, bool stream) {
+  if (stream) {
+    stream_row(out, row, dim);
+  } else {
+    for (int j = 0; j < dim; ++j) out[j] = row[j];
+  }
+}
+
+// Sums lane[0..16) in a fixed tree.
+inline float sum_lanes(float* lane) {
+  for (int half = kLanes / 2; half >= 1; half /= 2) {
+    for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
+  }
+  return lane[0];
+}
+
+template <int kDim>
+inline float dot(const float* a, const float* b, std::uint32_t dim) {
+  const int n = width<kDim>(dim);
+  float lane[kLanes] = {};
+  int j = 0;
+  for (; j + kLanes <= n; j += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lane[l] += a[j + l] * b[j + l];
+  }
+  for (int l = 0; j + l < n; ++l) lane[l] += a[j + l] * b[j + l];
+  return sum_lanes(lane);
+}
+
+template <int kDim>
+inline float norm(const float* x, std::uint32_t dim) {
+  return __builtin_sqrtf(dot<kDim>(x, x, dim));
+}
+
+inline float* field(std::byte* payload, std::uint32_t offset) { return reinterpret_cast<float*>(payload + offset); }
+
+inline std::int32_t* counter(std::byte* payload, std::uint32_t offset) {
+  return reinterpret_cast<std::int32_t*>(payload + offset);
+}
+
+inline const float* weight_of(const std::byte* payload) { return reinterpret_cast<const float*>(payload); }
+
+// ---- forward ---------------------------------------------------------------------------------------------------------
+
+template <int kDim>
+void gather_pooled(const PooledArgs& a, std::size_t bag_begin, std::size_t bag_end) {
+  const int dim = width<kDim>(a.dim);
+  const std::size_t row_bytes = static_cast<std::size_t>(dim) * sizeof(float);
+  const std::int64_t last = a.offsets[bag_end];
+  bool streamed = false;
+  for (std::size_t bag = bag_begin; bag < bag_end; ++bag) {
+    const std::int64_t begin = a.offsets[bag], end = a.offsets[bag + 1];
+    float* out = a.out + bag * a.out_stride;
+    std::int64_t count = 0;
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::int64_t ahead = i + static_cast<std::int64_t>(kPositionsAhead);
+      if (ahead < last && a.inverse[ahead] >= 0) prefetch(a.payload[a.inverse[ahead]], row_bytes);
+      if (a.inverse[i] < 0) continue;
+      const float* __restrict row = weight_of(a.payload[a.inverse[i]]);
+      ++count;
+      if (count == 1 && a.weights == nullptr) {
+        const bool stream = a.stream && end - begin == 1 && can_stream(out, dim);
+        copy_row(out, row, dim, stream);
+        streamed |= stream;
+      } else if (count == 1) {
+        for (int j = 0; j < dim; ++j) out[j] = a.weights[i] * row[j];
+      } else if (a.weights == nullptr) {
+        for (int j = 0; j < dim; ++j) out[j] += row[j];
+      } else {
+        for (int j = 0; j < dim; ++j) out[j] += a.weights[i] * row[j];
+      }
+    }
+    if (count == 0) {
+      for (int j = 0; j < dim; ++j) out[j] = 0.0f;
+    } else if (a.is_mean && count > 1) {
+      const float scale = 1.0f / static_cast<float>(count);
+      for (int j = 0; j < dim; ++j) out[j] *= scale;
+    }
+  }
+  fence_streams(streamed);
+}
+
+template <int kDim>
+void gather_rows(const GatherArgs& a, std::size_t position_begin, std::size_t position_end) {
+  const int dim = width<kDim>(a.dim);
+  const std::size_t row_bytes = static_cast<std::size_t>(dim) * sizeof(float);
+  const bool stream = a.stream && can_stream(a.out, dim);
+  for (std::size_t i = position_begin; i < position_end; ++i) {
+    const std::size_t ahead = i + kPositionsAhead;
+    if (ahead < position_end && a.inverse[ahead] >= 0) prefetch(a.payload[a.inverse[ahead]], row_bytes);
+    float* out = a.out + i * static_cast<std::size_t>(dim);
+    if (a.inverse[i] < 0) {
+      for (int j = 0; j < dim; ++j) out[j] = 0.0f;
+    } else {
+      copy_row(out, weight_of(a.payload[a.inverse[i]]), dim, stream);
+    }
+  }
+  fence_streams(stream);
+}
+
+// ---- backward --------------------------------------------------------------------------------------------------------
+
+template <int kDim>
+void weight_grads(const WeightGradArgs& a, std::size_t bag_begin, std::size_t bag_end) {
+  for (std::size_t bag = bag_begin; bag < bag_end; ++bag) {
+    const std::int64_t begin = a.offsets[bag], end = a.offsets[bag + 1];
+    const float* grad = a.grad + bag * a.grad_stride;
+    const float scale = a.is_mean ? 1.0f / static_cast<float>(valid_in_bag(a.inverse, begin, end)) : 1.0f;
+    for (std::int64_t i = begin; i < end; ++i) {
+      a.out[i] = a.inverse[i] < 0 ? 0.0f : dot<kDim>(grad, weight_of(a.payload[a.inverse[i]]), a.dim) * scale;
+    }
+  }
+}
+
+// Sum of a row's gradients in ascending position. Returns `acc`, or the gradient itself where there is just one.
+template <int kDim>
+inline const float* reduce_row(const ReduceArgs& a, int dim, std::size_t row, float* __restrict acc) {
+  const std::int32_t begin = a.row_offsets[row], end = a.row_offsets[row + 1];
+  const float* __restrict first = a.grad + a.grad_offsets[a.positions[begin]];
+  if (a.scales == nullptr) {
+    if (end - begin == 1) return first;
+    for (int j = 0; j < dim; ++j) acc[j] = first[j];
+    for (std::int32_t k = begin + 1; k < end; ++k) {
+      const float* __restrict grad = a.grad + a.grad_offsets[a.positions[k]];
+      if (k + 4 < end) prefetch(a.grad + a.grad_offsets[a.positions[k + 4]], static_cast<std::size_t>(dim) * sizeof(float));
+      for (int j = 0; j < dim; ++j) acc[j] += grad[j];
+    }
+    return acc;
+  }
+  const float first_scale = a.scales[a.positions[begin]];
+  for (int j = 0; j < dim; ++j) acc[j] = first_scale * first[j];
+  for (std::int32_t k = begin + 1; k < end; ++k) {
+    const float* __restrict grad = a.grad + a.grad_offsets[a.positions[k]];
+    const float scale = a.scales[a.positions[k]];
+    for (int j = 0; j < dim; ++j) acc[j] += scale * grad[j];
+  }
+  return acc;
+}
+
+inline void prefetch_reduction(const ReduceArgs& a, std::size_t row, std::size_t payload_bytes, std::size_t grad_bytes) {
+  prefetch(a.payload[row], payload_bytes);
+  prefetch(a.grad + a.grad_offsets[a.positions[a.row_offsets[row]]], grad_bytes);
+}
+
+template <int kDim>
+void reduce_rows(const ReduceArgs& a, std::uint32_t dim_, std::size_t row_begin, std::size_t row_end) {
+  const int dim = width<kDim>(dim_);
+  const std::size_t grad_bytes = static_cast<std::size_t>(dim) * sizeof(float);
+  alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
+  for (std::size_t row = row_begin; row < row_end; ++row) {
+    if (row + kRowsAhead < row_end) prefetch(a.grad + a.grad_offsets[a.positions[a.row_offsets[row + kRowsAhead]]], grad_bytes);
+    copy_row(a.row_grads + row * static_cast<std::size_t>(dim), reduce_row<kDim>(a, dim, row, acc), dim, false);
+  }
+}
+
+// ---- optimizers ------------------------------------------------------------------------------------------------------
+
+inline float row_bias(const float* table, std::uint32_t size, double beta, std::int32_t step) {
+  const std::uint32_t at = static_cast<std::uint32_t>(step);
+  return at < size ? table[at] : static_cast<float>(inverse_bias(beta, at));
+}
+
+template <int kDim>
+inline void adam_row(const UpdateParams& p, std::byte* payload, const float* __restrict g, int dim) {
+  float* __restrict w = field(payload, 0);
+  float* __restrict m = field(payload, p.layout.m);
+  float* __restrict v = field(payload, p.layout.v);
+  float bias1 = p.inverse_bias1, bias2 = p.inverse_bias2;
+  if (p.row_bias1 != nullptr) {
+    const std::int32_t step = ++*counter(payload, p.layout.step);
+    bias1 = row_bias(p.row_bias1, p.row_bias1_size, p.row_beta1, step);
+    bias2 = row_bias(p.row_bias2, p.row_bias2_size, p.row_beta2, step);
+  }
+  const float step_size = p.lr * bias1, eps = p.eps;
+  const float beta1 = p.beta1, beta2 = p.beta2, rest1 = p.one_minus_beta1, rest2 = p.one_minus_beta2;
+  for (int j = 0; j < dim; ++j) {
+    const float moment = beta1 * m[j] + rest1 * g[j];
+    const float square = beta2 * v[j] + (rest2 * g[j]) * g[j];
+    m[j] = moment;
+    v[j] = square;
+    w[j] -= (step_size * moment) / (__builtin_sqrtf(square * bias2) + eps);
+  }
+}
+
+template <int kDim>
+inline void sgd_row(const UpdateParams& p, std::byte* payload, const float* __restrict g, int dim) {
+  float* __restrict w = field(payload, 0);
+  const float lr = p.lr;
+  for (int j = 0; j < dim; ++j) w[j] -= lr * g[j];
+}
+
+template <int kDim>
+inline void adagrad_row(const UpdateParams& p, std::byte* payload, const float* __restrict g, int dim) {
+  float* __restrict w = field(payload, 0);
+  float* sum = field(payload, p.layout.sum);
+  *sum += dot<kDim>(g, g, static_cast<std::uint32_t>(dim)) / static_cast<float>(dim);
+  const float step_size = p.lr / (__builtin_sqrtf(*sum) + p.eps);
+  for (int j = 0; j < dim; ++j) w[j] -= step_size * g[j];
+}
+
+// L2 and CowClip. Returns the gradient to use: `g` itself, or `acc` once something had to change.
+template <int kDim>
+inline const float* shape_gradient(const UpdateParams& p, const std::byte* payload, const float* g, std::int32_t count,
+                                   int dim, float* acc) {
+  const float* w = weight_of(payload);
+  if (p.l2 != 0.0f) {
+    for (int j = 0; j < dim; ++j) acc[j] = g[j] + p.l2 * w[j];
+    g = acc;
+  }
+  if (p.has_clip) {
+    const float weight_norm = norm<kDim>(w, static_cast<std::uint32_t>(dim));
+    const float floor = weight_norm > p.clip_floor ? weight_norm : p.clip_floor;
+    const float limit = p.clip_ratio * static_cast<float>(count) * floor;
+    const float grad_norm = norm<kDim>(g, static_cast<std::uint32_t>(dim));
+    if (grad_norm > limit) {
+      const float scale = limit / grad_norm;
+      for (int j = 0; j < dim; ++j) acc[j] = scale * g[j];
+      g = acc;
+    }
+  }
+  return g;
+}
+
+// Counts the update; on the first since the counter was cleared keeps the weights as they were. Returns if it was first.
+inline bool count_touch(const RowLayout& layout, std::byte* payload, int dim) {
+  if (layout.touches == RecordSchema::kNoField) return false;
+  std::int32_t* touches = counter(payload, layout.touches);
+  const bool is_first = *touches == 0;
+  if (is_first && layout.base != RecordSchema::kNoField) copy_row(field(payload, layout.base), weight_of(payload), dim, false);
+  ++*touches;
+  return is_first;
+}
+
+template <int kDim>
+inline void update_row(const UpdateParams& p, std::byte* payload, const float* g, std::int32_t count, std::uint8_t* first_touch,
+                       float* acc) {
+  const int dim = width<kDim>(p.layout.dim);
+  const bool is_first = count_touch(p.layout, payload, dim);
+  if (first_touch != nullptr) *first_touch = is_first ? 1 : 0;
+  g = shape_gradient<kDim>(p, payload, g, count, dim, acc);
+  switch (p.kind) {
+    case OptimizerKind::Adam: adam_row<kDim>(p, payload, g, dim); break;
+    case OptimizerKind::Sgd: sgd_row<kDim>(p, payload, g, dim); break;
+    case OptimizerKind::RowwiseAdagrad: adagrad_row<kDim>(p, payload, g, dim); break;
+    case OptimizerKind::None: break;
+  }
+}
+
+template <int kDim>
+void reduce_update(const ReduceArgs& a, const UpdateParams& p, std::size_t row_begin, std::size_t row_end) {
+  const int dim = width<kDim>(p.layout.dim);
+  const std::size_t payload_bytes = p.layout.payload_bytes, grad_bytes = static_cast<std::size_t>(dim) * sizeof(float);
+  alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
+  for (std::size_t row = row_begin; row < row_end; ++row) {
+    if (row + kRowsAhead < row_end) prefetch_reduction(a, row + kRowsAhead, payload_bytes, grad_bytes);
+    const float* g = reduce_row<kDim>(a, dim, row, acc);
+    update_row<kDim>(p, a.payload[row], g, a.row_offsets[row + 1] - a.row_offsets[row],
+                     a.first_touch != nullptr ? a.first_touch + row : nullptr, acc);
+  }
+}
+
+template <int kDim>
+void apply_update(const ApplyArgs& a, const UpdateParams& p, std::size_t row_begin, std::size_t row_end) {
+  const std::size_t dim = p.layout.dim;
+  alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
+  for (std::size_t row = row_begin; row < row_end; ++row) {
+    if (row + kRowsAhead < row_end) prefetch(a.payload[row + kRowsAhead], p.layout.payload_bytes);
+    update_row<kDim>(p, a.payload[row], a.row_grads + row * dim, a.counts[row],
+                     a.first_touch != nullptr ? a.first_touch + row : nullptr, acc);
+  }
+}
+
+// ---- dispatch by dim -------------------------------------------------------------------------------------------------
+
+#define KSTEP_BY_DIM(dim, function, ...)             \
+  switch (dim) {                                     \
+    case 8: function<8>(__VA_ARGS__); break;         \
+    case 16: function<16>(__VA_ARGS__); break;       \
+    case 32: function<32>(__VA_ARGS__); break;       \
+    case 64: function<64>(__VA_ARGS__); break;       \
+    case 128: function<128>(__VA_ARGS__); break;     \
+    default: function<0>(__VA_ARGS__); break;        \
+  }
+
+void gather_pooled_any(const PooledArgs& a, std::size_t begin, std::size_t end) {
+  KSTEP_BY_DIM(a.dim, gather_pooled, a, begin, end)
+}
+void gather_rows_any(const GatherArgs& a, std::size_t begin, std::size_t end) {
+  KSTEP_BY_DIM(a.dim, gather_rows, a, begin, end)
+}
+void weight_grads_any(const WeightGradArgs& a, std::size_t begin, std::size_t end) {
+  KSTEP_BY_DIM(a.dim, weight_grads, a, begin, end)
+}
+void reduce_rows_any(const ReduceArgs& a, std::uint32_t dim, std::size_t begin, std::size_t end) {
+  KSTEP_BY_DIM(dim, reduce_rows, a, dim, begin, end)
+}
+void reduce_update_any(const ReduceArgs& a, const UpdateParams& p, std::size_t begin, std::size_t end) {
+  KSTEP_BY_DIM(p.layout.dim, reduce_update, a, p, begin, end)
+}
+void apply_update_any(const ApplyArgs& a, const UpdateParams& p, std::size_t begin, std::size_t end) {
+  KSTEP_BY_DIM(p.layout.dim, apply_update, a, p, begin, end)
+}
+
+#undef KSTEP_BY_DIM
+
+}  // namespace
+
+extern const RowKernels KSTEP_KERNELS;
+const RowKernels KSTEP_KERNELS = {KSTEP_ISA,       gather_pooled_any, gather_rows_any,  reduce_rows_any,
+                                  reduce_update_any, apply_update_any, weight_grads_any};
+
+}  // namespace kstep

@@ -1,0 +1,128 @@
+// TableGroup: tables that share one RowSource and one optimizer, and all that a training step does with them.
+//
+// A step: dedup (dedup.h) -> forward -> backward. Backward either updates the rows at once (`reduce_update`, fused mode) or
+// leaves one summed gradient per row (`reduce`), which `apply` turns into the same update later (deferred mode). Both run
+// the same two inner functions on the same numbers, so their bits are equal.
+// Each unique row belongs to one task, which sums the row's gradients in ascending position: no atomics, and results that
+// do not depend on the number of threads.
+//
+// Ownership: owns its RowSource and its scratch. Threads: one call at a time (the op unit locks).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "compute/optimizer.h"
+#include "compute/row_kernels.h"
+#include "tier/row_source.h"
+
+namespace kstep {
+
+enum class Pooling : int { Sum = 0, Mean = 1 };
+
+// One batch after dedup: the arrays of DedupResult plus how bags and features are laid out.
+struct Lookup {
+  std::size_t num_ids = 0, num_features = 0, batch_size = 0;
+  const std::int64_t* offsets = nullptr;           // [num_features * batch_size + 1]
+  const std::int64_t* table_of_feature = nullptr;  // [num_features]
+  const std::int64_t* unique_rows = nullptr;       // [U]
+  const std::int64_t* table_offsets = nullptr;     // [num_tables + 1]
+  const std::int32_t* row_offsets = nullptr;       // [U + 1]
+  const std::int32_t* positions = nullptr;
+  const std::int32_t* inverse = nullptr;           // [num_ids]
+};
+
+// The gradient that reaches a lookup. Pooled: one row per bag, features side by side. Sequence: one row per position,
+// features one after the other.
+struct Gradient {
+  const float* data = nullptr;
+  bool is_pooled = true;
+  std::size_t stride = 0;          // floats between two bags (pooled)
+  Pooling pooling = Pooling::Sum;  // pooled
+  const float* weights = nullptr;  // [num_ids] or null (pooled)
+};
+
+// Summed gradients of unique rows, tables one after the other.
+struct RowGradients {
+  const std::int64_t* unique_rows = nullptr;    // [U], strictly ascending inside a table
+  const std::int64_t* table_offsets = nullptr;  // [num_tables + 1]
+  const std::int32_t* counts = nullptr;         // [U] occurrences in the batch
+  const float* grads = nullptr;                 // row u of table t has dim(t) floats
+};
+
+// The moving part of the optimizer: set before each update.
+struct StepParams {
+  double lr = 0.0;
+  std::uint64_t step = 0;  // 1 in the first update; used by BiasCorrection::Global
+};
+
+class TableGroup {
+ public:
+  static Status make(std::unique_ptr<RowSource> source, const OptimizerSpec& spec, std::unique_ptr<TableGroup>* out);
+
+  RowSource& source() { return *source_; }
+  const std::vector<TableSpec>& tables() const { return source_->tables(); }
+  bool tracks_touches(std::size_t table) const { return layouts_[table].touches != RecordSchema::kNoField; }
+  std::size_t row_gradient_floats(const std::int64_t* table_offsets) const;
+
+  // out: bag b has the columns of all features side by side, `out_stride` floats apart.
+  Status pooled_forward(const Lookup& lookup, Pooling pooling, const float* weights, float* out, std::size_t out_stride,
+                        int num_threads);
+  // out: [floats of all positions], feature after feature.
+  Status sequence_forward(const Lookup& lookup, float* out, int num_threads);
+  // Gradient of the per-sample weights, [num_ids]; reads the rows as they are now, so it comes before an update.
+  Status weight_grads(const Lookup& lookup, const Gradient& gradient, float* out, int num_threads);
+
+  Status reduce(const Lookup& lookup, const Gradient& gradient, float* row_grads, std::int32_t* counts, int num_threads);
+  Status reduce_update(const Lookup& lookup, const Gradient& gradient, const StepParams& step, int num_threads);
+  Status apply(const RowGradients& gradients, const StepParams& step, int num_threads);
+
+  // Copies one field of rows (strictly ascending) to or from `values`, [num_rows * width * dtype bytes].
+  Status read_field(std::uint32_t table, const std::uint64_t* rows, std::size_t num_rows, const std::string& field,
+                    std::byte* values);
+  Status write_field(std::uint32_t table, const std::uint64_t* rows, std::size_t num_rows, const std::string& field,
+                     const std::byte* values);
+
+  // Rows updated since `clear_touched`, ascending. Needs field "touches".
+  std::vector<std::uint64_t> touched_rows(std::uint32_t table);
+  // Sets "touches" of those rows to 0 and forgets them.
+  Status clear_touched(std::uint32_t table);
+
+ private:
+  struct RowRange {
+    std::uint32_t table;
+    std::size_t begin, end;
+  };
+  class Pins;
+
+  TableGroup(std::unique_ptr<RowSource> source, const OptimizerSpec& spec);
+  Status check_can_update() const;
+  std::size_t dim_of_feature(const Lookup& lookup, std::size_t feature) const;
+  UpdateParams update_params(std::size_t table, const StepParams& step) const;
+  void map_gradient(const Lookup& lookup, const Gradient& gradient, int num_threads);
+  void map_bag(const Lookup& lookup, const Gradient& gradient, std::size_t feature, std::size_t bag);
+  ReduceArgs reduce_args(const Lookup& lookup, const Gradient& gradient);
+  void cut_row_ranges(const std::int64_t* table_offsets);
+  void place_features(const Lookup& lookup, bool is_pooled);
+  void note_touched(const std::int64_t* unique_rows, const std::int64_t* table_offsets);
+
+  const std::unique_ptr<RowSource> source_;
+  const OptimizerSpec spec_;
+  const BiasTable bias1_, bias2_;
+  std::vector<RowLayout> layouts_;
+  std::vector<std::vector<std::uint64_t>> touched_;  // per table, in the order of their first update
+
+  // Scratch; grows to the largest batch and stays.
+  std::vector<std::byte*> payload_;          // [U]
+  std::vector<PinTicket> tickets_;           // [num_tables]
+  std::vector<RowRange> ranges_;
+  std::vector<std::size_t> feature_begin_;   // pooled: first column; sequence: first float of a feature
+  std::vector<std::size_t> grad_begin_;      // deferred: first float of a table in row_grads
+  std::vector<std::int64_t> grad_offsets_;   // [N]
+  std::vector<float> scales_;                // [N]
+  std::vector<std::uint8_t> first_touch_;    // [U]
+};
+
+}  // namespace kstep

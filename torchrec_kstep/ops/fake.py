@@ -1,0 +1,133 @@
+"""Fake kernels: the shape and dtype of each op's result, for tracing and export."""
+
+from collections.abc import Sequence
+
+import torch
+
+_OptionalTensor = torch.Tensor | None
+
+
+def register() -> None:
+    """Registers a fake kernel for every op; the library must be loaded."""
+    for name, function in (
+        ("dedup", _dedup),
+        ("pooled_lookup", _pooled_lookup),
+        ("pooled_backward", _pooled_backward),
+        ("sequence_lookup", _sequence_lookup),
+        ("sequence_backward", _nothing),
+        ("merge_row_gradients", _merge_row_gradients),
+        ("apply_row_gradients", _nothing),
+        ("read_rows", _read_rows),
+        ("write_rows", _nothing),
+        ("prefetch_rows", _nothing),
+        ("initial_values", _initial_values),
+    ):
+        torch.library.register_fake(f"kstep::{name}", function)
+
+
+def _nothing(*_arguments: object) -> None:
+    return None
+
+
+def _dedup(
+    ids: torch.Tensor, offsets: torch.Tensor, table_of_feature: Sequence[int], num_rows: Sequence[int], out_of_range: int
+) -> tuple[torch.Tensor, ...]:
+    del table_of_feature, out_of_range
+    context = torch.library.get_ctx()
+    num_unique, num_valid = context.new_dynamic_size(), context.new_dynamic_size()
+    narrow = torch.int32
+    return (
+        offsets.new_empty(num_unique),
+        offsets.new_empty(len(num_rows) + 1),
+        offsets.new_empty(num_unique + 1, dtype=narrow),
+        offsets.new_empty(num_valid, dtype=narrow),
+        offsets.new_empty(ids.numel(), dtype=narrow),
+        offsets.new_empty(len(num_rows)),
+    )
+
+
+def _pooled_lookup(
+    group: int,
+    anchor: torch.Tensor,
+    weights: _OptionalTensor,
+    offsets: torch.Tensor,
+    unique_rows: torch.Tensor,
+    table_offsets: torch.Tensor,
+    row_offsets: torch.Tensor,
+    positions: torch.Tensor,
+    inverse: torch.Tensor,
+    table_of_feature: Sequence[int],
+    table_dims: Sequence[int],
+    pooling: int,
+) -> torch.Tensor:
+    del group, weights, unique_rows, table_offsets, row_offsets, positions, inverse, pooling
+    batch_size = (offsets.numel() - 1) // len(table_of_feature)
+    return anchor.new_empty(batch_size, sum(table_dims[table] for table in table_of_feature))
+
+
+def _pooled_backward(
+    group: int,
+    grad: torch.Tensor,
+    weights: _OptionalTensor,
+    offsets: torch.Tensor,
+    unique_rows: torch.Tensor,
+    table_offsets: torch.Tensor,
+    row_offsets: torch.Tensor,
+    positions: torch.Tensor,
+    inverse: torch.Tensor,
+    table_of_feature: Sequence[int],
+    table_dims: Sequence[int],
+    pooling: int,
+    needs_weight_grad: bool,
+) -> torch.Tensor:
+    del group, weights, offsets, unique_rows, table_offsets, row_offsets, positions, table_of_feature, table_dims, pooling
+    return grad.new_empty(inverse.numel() if needs_weight_grad else 0)
+
+
+def _sequence_lookup(
+    group: int,
+    anchor: torch.Tensor,
+    offsets: torch.Tensor,
+    unique_rows: torch.Tensor,
+    table_offsets: torch.Tensor,
+    row_offsets: torch.Tensor,
+    positions: torch.Tensor,
+    inverse: torch.Tensor,
+    table_of_feature: Sequence[int],
+    table_dims: Sequence[int],
+) -> torch.Tensor:
+    del group, offsets, unique_rows, table_offsets, row_offsets, positions
+    dims = {table_dims[table] for table in table_of_feature}
+    if len(dims) == 1:
+        return anchor.new_empty(inverse.numel() * dims.pop())
+    return anchor.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+def _merge_row_gradients(
+    unique_rows: Sequence[torch.Tensor],
+    table_offsets: Sequence[torch.Tensor],
+    counts: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    table_dims: Sequence[int],
+) -> tuple[torch.Tensor, ...]:
+    del table_dims
+    context = torch.library.get_ctx()
+    num_unique, num_floats = context.new_dynamic_size(), context.new_dynamic_size()
+    return (
+        unique_rows[0].new_empty(num_unique),
+        torch.empty_like(table_offsets[0]),
+        counts[0].new_empty(num_unique),
+        grads[0].new_empty(num_floats),
+    )
+
+
+def _read_rows(group: int, table: int, rows: torch.Tensor, field: str, width: int, dtype: torch.dtype) -> torch.Tensor:
+    del group, table, field
+    return rows.new_empty(rows.numel(), width, dtype=dtype)
+
+
+def _initial_values(
+    rows: torch.Tensor, seed: int, table_id: int, first_column: int, dim: int, kind: int, a: float, b: float
+) -> torch.Tensor:
+    del seed, table_id, first_column, kind, a, b
+    return rows.new_empty(rows.numel(), dim, dtype=torch.float32)

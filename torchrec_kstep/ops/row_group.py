@@ -1,0 +1,206 @@
+"""RowGroup: tables that share one row source and one optimizer, as Python holds them."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from torchrec_kstep.ops import _library, kernels
+from torchrec_kstep.ops.batch import INIT_CODES, Dedup, OutOfRange, Pooling, RowGradients, TableSpec
+from torchrec_kstep.optim_spec import FieldType, OptimizerSpec, RecordField
+
+DramLayout = Literal["auto", "direct", "packed"]
+_LAYOUT_CODES: dict[DramLayout, int] = {"auto": 0, "direct": 1, "packed": 2}
+_DTYPES: dict[FieldType, torch.dtype] = {"f32": torch.float32, "i32": torch.int32}
+_WEIGHTS_ONLY = "none"
+
+
+class RowGroup:
+    """Owns the compiled group; frees its rows when it dies. Keep it until the last backward of its lookups has run.
+
+    A training step in fused mode::
+
+        group.set_step(lr=1e-3, step=1)
+        out = group.pooled(ids, offsets, table_of_feature)      # [B, columns]
+        loss(out).backward()                                    # updates the rows
+
+    and in deferred mode, which sums the gradients of any number of backwards::
+
+        group.set_deferred(True)
+        ...                                                     # any number of lookups and backwards
+        gradients = group.take_pending()                        # exchange, clip, scale
+        group.apply(gradients)                                  # the same bits as a fused update of the same sums
+    """
+
+    def __init__(self, tables: Sequence[TableSpec], optimizer: OptimizerSpec | None, source: Any) -> None:
+        """Takes over a row source; use `RowGroup.in_dram` or the tiered store's own constructor.
+
+        Args:
+            tables: the tables of the source, in its order.
+            optimizer: how rows are updated; None for a group that is only read.
+            source: a `torch.classes.kstep.RowSource` (torch classes have no static type), used up by this call.
+
+        Raises:
+            DataError: the records of the source lack a field that the optimizer needs.
+        """
+        self.tables = tuple(tables)
+        self.table_dims = tuple(table.dim for table in tables)
+        self.optimizer = optimizer
+        kind = _WEIGHTS_ONLY if optimizer is None else optimizer.kind
+        options = {} if optimizer is None else optimizer.kernel_options()
+        with kernels.kernel_errors():
+            self._native = torch.classes.kstep.RowGroup(source, kind, options)
+        self.handle: int = self._native.handle()
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    @classmethod
+    def in_dram(cls, tables: Sequence[TableSpec], optimizer: OptimizerSpec | None = None, layout: DramLayout = "auto") -> "RowGroup":
+        """Makes a group whose rows all live in DRAM, each taking memory from its first update on.
+
+        Args:
+            tables: at least one.
+            optimizer: as in the constructor.
+            layout: "direct" reserves each table's whole range and needs no index; "packed" lays out touched rows one after
+                the other; "auto" is direct where all tables fit in three quarters of the machine's memory.
+
+        Raises:
+            KernelNotBuiltError: the compiled library is missing.
+            DataError: a table is malformed.
+            TierFullError: the address space or memory is exhausted.
+        """
+        _library.load()
+        with kernels.kernel_errors():
+            source = torch.classes.kstep.RowSource.dram(*table_arguments(tables, optimizer), _LAYOUT_CODES[layout])
+        return cls(tables, optimizer, source)
+
+    def set_step(self, lr: float, step: int) -> None:
+        """Sets the learning rate and the step (from 1) of the updates that follow."""
+        with kernels.kernel_errors():
+            self._native.set_step(lr, step)
+
+    def set_deferred(self, is_deferred: bool) -> None:
+        """Chooses between updating rows inside backward (fused, the start value) and keeping summed gradients (deferred)."""
+        self._native.set_deferred(is_deferred)
+
+    def dedup(self, ids: torch.Tensor, offsets: torch.Tensor, table_of_feature: Sequence[int], out_of_range: OutOfRange = "error") -> Dedup:
+        """`kernels.dedup` against the rows of this group's tables."""
+        return kernels.dedup(ids, offsets, table_of_feature, [table.num_rows for table in self.tables], out_of_range)
+
+    def prefetch(self, batch: Dedup) -> None:
+        """Says that `batch` will be looked up soon; never changes a result."""
+        kernels.prefetch_rows(self.handle, batch.unique_rows, batch.table_offsets)
+
+    def pooled(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        table_of_feature: Sequence[int],
+        weights: torch.Tensor | None = None,
+        pooling: Pooling = "sum",
+        out_of_range: OutOfRange = "error",
+    ) -> torch.Tensor:
+        """Dedup and `kernels.pooled_lookup` in one call: `[B, columns]` float32, features side by side."""
+        batch = self.dedup(ids, offsets, table_of_feature, out_of_range)
+        return self.pooled_of(batch, offsets, table_of_feature, weights, pooling)
+
+    def pooled_of(
+        self,
+        batch: Dedup,
+        offsets: torch.Tensor,
+        table_of_feature: Sequence[int],
+        weights: torch.Tensor | None = None,
+        pooling: Pooling = "sum",
+    ) -> torch.Tensor:
+        """As `pooled`, for a batch that was deduplicated before, e.g. to prefetch it."""
+        return kernels.pooled_lookup(self.handle, self._anchor, weights, offsets, batch, table_of_feature, self.table_dims, pooling)
+
+    def sequence(
+        self, ids: torch.Tensor, offsets: torch.Tensor, table_of_feature: Sequence[int], out_of_range: OutOfRange = "error"
+    ) -> torch.Tensor:
+        """Dedup and `kernels.sequence_lookup` in one call: the rows of the ids, flat float32."""
+        batch = self.dedup(ids, offsets, table_of_feature, out_of_range)
+        return self.sequence_of(batch, offsets, table_of_feature)
+
+    def sequence_of(self, batch: Dedup, offsets: torch.Tensor, table_of_feature: Sequence[int]) -> torch.Tensor:
+        """As `sequence`, for a batch that was deduplicated before."""
+        return kernels.sequence_lookup(self.handle, self._anchor, offsets, batch, table_of_feature, self.table_dims)
+
+    @property
+    def num_pending(self) -> int:
+        """Backwards whose gradients are kept and not yet taken."""
+        return int(self._native.num_pending())
+
+    def take_pending(self) -> RowGradients:
+        """Returns the pending gradients, summed in the order of their backwards, and forgets them."""
+        return RowGradients(*self._native.take_pending())
+
+    def apply(self, gradients: RowGradients) -> None:
+        """Updates rows from summed gradients."""
+        kernels.apply_row_gradients(self.handle, gradients)
+
+    def field(self, table: int, name: str) -> RecordField:
+        """Returns the record field `name` of a table.
+
+        Raises:
+            KeyError: the record has no such field.
+        """
+        for field in record_fields(self.tables[table], self.optimizer):
+            if field.name == name:
+                return field
+        raise KeyError(f"table {self.tables[table].name!r} has no field {name!r}")
+
+    def read(self, table: int, rows: torch.Tensor, field: str = "weight") -> torch.Tensor:
+        """Returns `[n, width]` of one field of `rows` (`[n]` int64, in any order, repeats allowed). Materialises nothing."""
+        spec = self.field(table, field)
+        unique, inverse = torch.unique(rows, return_inverse=True)
+        return kernels.read_rows(self.handle, table, unique, field, spec.width, _DTYPES[spec.dtype])[inverse]
+
+    def write(self, table: int, rows: torch.Tensor, values: torch.Tensor, field: str = "weight") -> None:
+        """Overwrites one field of `rows` (`[n]` int64, in any order, each once) by `values` `[n, width]`."""
+        ascending, order = torch.sort(rows)
+        kernels.write_rows(self.handle, table, ascending, field, values[order])
+
+    def touched_rows(self, table: int) -> torch.Tensor:
+        """Returns the rows updated since `clear_touched`, ascending `[n]` int64; needs `touches` in the optimizer's spec."""
+        with kernels.kernel_errors():
+            rows: torch.Tensor = self._native.touched_rows(table)
+        return rows
+
+    def clear_touched(self, table: int) -> None:
+        """Forgets the touched rows of a table and sets their `touches` to 0."""
+        with kernels.kernel_errors():
+            self._native.clear_touched(table)
+
+    def flush(self) -> None:
+        """Makes dirty rows durable where the row source has somewhere to write them."""
+        with kernels.kernel_errors():
+            self._native.flush()
+
+    def counters(self) -> dict[str, dict[str, float]]:
+        """Returns the row source's counters by table name and counter name."""
+        return {table.name: dict(counters) for table, counters in zip(self.tables, self._native.counters(), strict=True)}
+
+
+def record_fields(table: TableSpec, optimizer: OptimizerSpec | None) -> tuple[RecordField, ...]:
+    """Returns the record of a row of `table`: what the optimizer asks for, or the weights alone."""
+    return (RecordField("weight", "f32", table.dim),) if optimizer is None else optimizer.record_fields(table.dim)
+
+
+def table_arguments(tables: Sequence[TableSpec], optimizer: OptimizerSpec | None) -> tuple[list[Any], ...]:
+    """Spreads tables into the parallel lists that the row sources of the compiled library take."""
+    fields = [",".join(f"{field.name}:{field.dtype}:{field.width}" for field in record_fields(table, optimizer)) for table in tables]
+    for table in tables:
+        if table.init not in INIT_CODES:
+            raise ValueError(f"table {table.name!r}: initial values {table.init!r}, expected one of {', '.join(INIT_CODES)}")
+    return (
+        [table.name for table in tables],
+        [table.table_id for table in tables],
+        [table.num_rows for table in tables],
+        [table.dim for table in tables],
+        fields,
+        [table.init for table in tables],
+        [table.init_a for table in tables],
+        [table.init_b for table in tables],
+        [table.seed for table in tables],
+        [table.first_column for table in tables],
+    )

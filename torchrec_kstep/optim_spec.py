@@ -1,0 +1,201 @@
+"""Optimizers of embedding rows as value types: what a row's record holds and how the kernels update it.
+
+Only values and their checks live here; the formulas are in `kernels/compute/optimizer.h` and, in PyTorch, in
+`torchrec_kstep.ops.reference`. g is the gradient of a row summed over the batch; each update touches the rows of the
+batch only ("lazy": the moments of absent rows stand still).
+
+    SGD       w -= lr * g
+    Adam      m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+    Adagrad   s += mean(g^2);  w -= lr / (sqrt(s) + eps) * g                         (row-wise: one s per row)
+
+Deviations: Adam as in Kingma & Ba, Algorithm 1 (eps outside the corrected root, as `torch.optim.Adam`; `SparseAdam` adds
+eps to the uncorrected root). L2 is lazy: an absent row does not decay.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torchrec_kstep.errors import ConfigError
+
+BiasCorrection = Literal["global", "row"]
+TouchTracking = Literal["none", "count", "base"]
+FieldType = Literal["f32", "i32"]
+
+
+@dataclass(frozen=True)
+class RecordField:
+    """One named part of a row's record.
+
+    Attributes:
+        name: "weight" is always the first field of a record.
+        dtype: element type.
+        width: number of elements.
+    """
+
+    name: str
+    dtype: FieldType
+    width: int
+
+
+@dataclass(frozen=True)
+class CowClip:
+    """Clips each row's summed gradient before the optimizer sees it (Zheng et al., arXiv 2204.06240, Algorithm 1).
+
+        limit = ratio * count * max(||w||, ratio * sqrt(dim) * zeta);   g *= min(1, limit / ||g||)
+
+    `count` is how often the row occurs in the batch (over all micro-batches or replicas whose gradients are summed). As in
+    the authors' code the lower bound carries `ratio` too; `ratio` is 1 in all their runs.
+
+    Attributes:
+        ratio: r.
+        zeta: lower bound of a weight's size, so that a row of zeros can move; 0 switches it off, and such a row then never moves.
+    """
+
+    ratio: float = 1.0
+    zeta: float = 1e-5
+
+    def __post_init__(self) -> None:
+        """Refuses values for which the rule has no meaning."""
+        _check_all(_positive("ratio", self.ratio), _not_negative("zeta", self.zeta), where="CowClip")
+
+
+@dataclass(frozen=True)
+class _RowOptimizerSpec:
+    """What all row optimizers share.
+
+    Attributes:
+        lr: learning rate.
+        l2: adds `l2 * w` to the gradient of the rows of the batch, before the clip; 0 switches it off.
+        clip: row-wise clip, or None.
+        touches: what a row remembers for merge rounds: "none", "count" (an int32 field `touches`: updates since it was last
+            cleared) or "base" (also the weights before the first of those updates, in a field `base`).
+    """
+
+    lr: float
+    l2: float = 0.0
+    clip: CowClip | None = None
+    touches: TouchTracking = "none"
+
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Collects every fault of the values."""
+        _check_all(*self._faults(), where=type(self).__name__)
+
+    def _faults(self) -> list[str]:
+        faults = [_positive("lr", self.lr), _not_negative("l2", self.l2)]
+        if self.touches not in ("none", "count", "base"):
+            faults.append(f"touches is {self.touches!r}, expected 'none', 'count' or 'base'")
+        return faults
+
+    def state_fields(self, dim: int) -> tuple[RecordField, ...]:
+        """Fields that the update rule itself keeps beside the weights."""
+        raise AssertionError(f"{type(self).__name__} must say which state a row of dim {dim} has")
+
+    def record_fields(self, dim: int) -> tuple[RecordField, ...]:
+        """The record of one row of `dim` weights: weights, optimizer state, touch tracking; in payload order."""
+        tracking: list[RecordField] = []
+        if self.touches != "none":
+            tracking.append(RecordField("touches", "i32", 1))
+        if self.touches == "base":
+            tracking.append(RecordField("base", "f32", dim))
+        return (RecordField("weight", "f32", dim), *self.state_fields(dim), *tracking)
+
+    def kernel_options(self) -> dict[str, float]:
+        """Constants of the update rule, by the names that the compiled kernels know. `lr` is not among them: it is set per step."""
+        options = {"l2": self.l2}
+        if self.clip is not None:
+            options |= {"clip_ratio": self.clip.ratio, "clip_zeta": self.clip.zeta}
+        return options
+
+
+@dataclass(frozen=True)
+class SgdSpec(_RowOptimizerSpec):
+    """Plain gradient descent; a row has no state."""
+
+    kind: ClassVar[str] = "sgd"
+
+    def state_fields(self, dim: int) -> tuple[RecordField, ...]:  # noqa: ARG002 - one signature for all optimizers
+        """No state."""
+        return ()
+
+
+@dataclass(frozen=True)
+class AdamSpec(_RowOptimizerSpec):
+    """Lazy Adam.
+
+    Attributes:
+        betas: decay of the first and second moment, each in [0, 1).
+        eps: added to the bias-corrected root.
+        bias_correction: which t corrects the bias: "global", the number of optimizer steps (as FBGEMM's default and
+            `SparseAdam`), or "row", how often this row was updated (int32 field `step`). Both count from 1.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    bias_correction: BiasCorrection = "global"
+
+    kind: ClassVar[str] = "adam"
+
+    def _faults(self) -> list[str]:
+        faults = [*super()._faults(), _positive("eps", self.eps)]
+        faults += [f"beta {beta} is outside [0, 1)" for beta in self.betas if not 0 <= beta < 1]
+        if self.bias_correction not in ("global", "row"):
+            faults.append(f"bias_correction is {self.bias_correction!r}, expected 'global' or 'row'")
+        return faults
+
+    def state_fields(self, dim: int) -> tuple[RecordField, ...]:
+        """Moments `m` and `v`, and the row's `step` for row-wise bias correction."""
+        step = (RecordField("step", "i32", 1),) if self.bias_correction == "row" else ()
+        return (RecordField("m", "f32", dim), RecordField("v", "f32", dim), *step)
+
+    def kernel_options(self) -> dict[str, float]:
+        """As the base class, with Adam's constants."""
+        return super().kernel_options() | {
+            "beta1": self.betas[0],
+            "beta2": self.betas[1],
+            "eps": self.eps,
+            "row_bias": float(self.bias_correction == "row"),
+        }
+
+
+@dataclass(frozen=True)
+class RowwiseAdagradSpec(_RowOptimizerSpec):
+    """Adagrad with one accumulator per row, FBGEMM's EXACT_ROWWISE_ADAGRAD.
+
+    Attributes:
+        eps: added to the root.
+    """
+
+    eps: float = 1e-8
+
+    kind: ClassVar[str] = "rowwise_adagrad"
+
+    def _faults(self) -> list[str]:
+        return [*super()._faults(), _positive("eps", self.eps)]
+
+    def state_fields(self, dim: int) -> tuple[RecordField, ...]:  # noqa: ARG002 - one signature for all optimizers
+        """The accumulator `sum`."""
+        return (RecordField("sum", "f32", 1),)
+
+    def kernel_options(self) -> dict[str, float]:
+        """As the base class, with eps."""
+        return super().kernel_options() | {"eps": self.eps}
+
+
+OptimizerSpec = AdamSpec | SgdSpec | RowwiseAdagradSpec
+
+
+def _positive(name: str, value: float) -> str:
+    return "" if math.isfinite(value) and value > 0 else f"{name} is {value}, expected a number above 0"
+
+
+def _not_negative(name: str, value: float) -> str:
+    return "" if math.isfinite(value) and value >= 0 else f"{name} is {value}, expected a number not below 0"
+
+
+def _check_all(*faults: str, where: str) -> None:
+    found = [fault for fault in faults if fault]
+    if found:
+        raise ConfigError(f"{where}: " + "; ".join(found))
