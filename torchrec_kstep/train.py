@@ -18,6 +18,7 @@ from torchrec_kstep.config.schema import RunConfig
 from torchrec_kstep.data import ensure_prepared, open_dataset
 from torchrec_kstep.data.dataset import Dataset
 from torchrec_kstep.data.order import BatchOrder
+from torchrec_kstep.doctor import check_agreement, check_start
 from torchrec_kstep.errors import ConfigError, DataError
 from torchrec_kstep.loop import Loop
 from torchrec_kstep.metrics.ctr import CTRReport
@@ -46,10 +47,12 @@ def train(config: RunConfig) -> int:
 def _train(job: Job, config: RunConfig) -> int:
     """From configuration to test AUC on one rank."""
     world = job.world
+    check_start(job.store, world, config, config.distributed.start_timeout_s)
     run_dir = _enter_run_dir(job, config)
     job.share("prepared", lambda: _prepare(config), timeout_s=config.distributed.prepare_timeout_s)
     job.init_process_group()
     dataset = open_dataset(config.data)
+    check_agreement(job.store, world, "data", {"data fingerprint": dataset.fingerprint}, config.distributed.timeout_s)
     if not dataset.num_rows("train"):
         raise DataError(f"the training split of data set {config.data.name!r} has no rows")
     loop = build_loop(config, world, dataset, run_dir)
@@ -152,14 +155,8 @@ def _prepare(config: RunConfig) -> bool:
 
 
 def _enter_run_dir(job: Job, config: RunConfig) -> Path:
-    """Finds the run directory, writes the configuration there, and makes sure that all ranks were given the same."""
+    """Finds the run directory and writes the configuration there."""
     run_dir = open_run_dir(job, config.run_dir, f"{config.model.name}_{config.data.name}")
-    mine = asdict(config)
-    theirs = job.share("config", lambda: mine)
-    if differing := [name for name in mine if json.dumps(mine[name]) != json.dumps(theirs[name])]:
-        raise ConfigError(
-            f"rank {job.world.rank} was started with another configuration than rank 0 ({', '.join(differing)}): start all alike"
-        )
     if job.world.is_main:
         load.save(config, run_dir / "config.yaml")
     if config.chdir:

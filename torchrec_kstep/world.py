@@ -77,3 +77,9 @@ class World:
             values = ", ".join(f"{name}={env[name]!r}" for name in names)
             raise ConfigError(f"expected whole numbers, got {values}") from None
         return cls(rank, world_size, local_rank, local_world_size)
+
+
+def gloo_interface(environ: Mapping[str, str] | None = None) -> str:
+    """Returns the network interface that gloo was told to use (the first of GLOO_SOCKET_IFNAME), or "" if it was not told."""
+    env = os.environ if environ is None else environ
+    return env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]

@@ -109,6 +109,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "checkpoint.every_steps": ANY_COUNT,
     "checkpoint.keep": AT_LEAST_ONE,
     "distributed.timeout_s": POSITIVE,
+    "distributed.start_timeout_s": POSITIVE,
     "distributed.prepare_timeout_s": POSITIVE,
 }
 

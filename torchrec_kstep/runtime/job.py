@@ -6,6 +6,7 @@ happened on; every other rank says one short line. A rank killed without a word 
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -13,26 +14,27 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from torchrec_kstep.config.schema import DistributedConfig
 from torchrec_kstep.errors import RankFailure
 from torchrec_kstep.runtime import failure
 from torchrec_kstep.runtime.failure import Failure
-from torchrec_kstep.runtime.watch import HEARTBEAT_S, Watch
+from torchrec_kstep.runtime.watch import POLL_S, Watch
 from torchrec_kstep.world import World
 
 _POLL_S = 0.1
-_SILENCE_S = 5 * HEARTBEAT_S
+_SILENCE_S = 6 * POLL_S
 _SILENCE_WHILE_WAITING_S = 30.0
+_LINGER_S = 4 * POLL_S
 
 
 class Job:
     """This rank's handle on the job: the store, the process group, and values shared by rank 0."""
 
     def __init__(self, world: World, config: DistributedConfig, store: Store | None = None) -> None:
-        """Meets the other ranks at the store. Must be called on all ranks; waits up to `config.timeout_s`.
+        """Meets the other ranks at the store. Must be called on all ranks; waits up to `config.start_timeout_s`.
 
         Args:
             world: who this rank is.
@@ -42,12 +44,13 @@ class Job:
         self.world = world
         self._config = config
         self._timeout = timedelta(seconds=config.timeout_s)
-        self.store = store if store is not None else _meet(world, self._timeout)
+        self.store = store if store is not None else _meet(world, timedelta(seconds=config.start_timeout_s))
         self._watch = Watch(self.store.clone(), world.rank)  # type: ignore[attr-defined]  # absent from torch's stubs only
         self._at_end: list[Callable[[], None]] = []
 
     def start(self) -> None:
         """Starts to watch for failures and signals."""
+        self.store.set(failure.heartbeat_key(self.world.rank), "0")
         self._watch.start()
 
     def init_process_group(self) -> None:
@@ -115,30 +118,60 @@ class Job:
     def fail(self, error: BaseException) -> int:
         """Prints why this rank ends and returns its exit code; in the whole job the cause is printed once. Not collective."""
         rank = self.world.rank
-        try:
+        first = self._watch.first_failure
+        if first is None and self._has_store():
             first = self._first_failure(error)
-        except RuntimeError:  # the store's own errors: it went away with the process that held it
-            first = None
         if first is None and failure.is_from_elsewhere(error):
-            _say(f"rank {rank} stopped: lost the job's store, because the process that holds it (rank 0 or the launcher) ended")
+            _say(f"rank {rank} stopped: lost the job's store, because the process that holds it ended without a message")
         elif first is not None and first.reported_by != rank:
             _say(f"rank {rank} stopped, because rank {first.rank} failed first")
         elif first is not None and first.rank != rank:
             _say(f"error: rank {first.rank} {first.cause}")
         else:
-            _say(f"error{f' (rank {rank})' if self.world.world_size > 1 else ''}: {failure.explain(error)}")
+            self._explain(error)
         return failure.exit_code(error)
 
-    def _first_failure(self, error: BaseException) -> Failure:
-        """The job's first failure: the one on record, or a peer that died silently, or else `error`."""
-        rank = self.world.rank
+    def _explain(self, error: BaseException) -> None:
+        where = f" (rank {self.world.rank})" if self.world.world_size > 1 else ""
+        why = failure.explain(error)
+        if failure.is_timeout(error):
+            why = f"waited {self._config.timeout_s:g} s (distributed.timeout_s) for other ranks, which live but did not take part:\n{why}"
+        _say(f"error{where}: {why}")
+
+    def _has_store(self) -> bool:
+        """Whether the store still answers. Asking a TCP store that has gone would print a page of its own."""
+        store = self.store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if not isinstance(store, TCPStore) or self.world.is_main:
+            return True
+        try:
+            socket.create_connection((store.host, store.port), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def _first_failure(self, error: BaseException) -> Failure | None:
+        """The job's first failure: the one on record, or a peer that died silently, or else `error`; None without a store."""
+        rank, world_size = self.world.rank, self.world.world_size
+        others = [other for other in range(world_size) if other != rank]
         mine = Failure(rank, failure.one_line(error), reported_by=rank)
-        if failure.is_from_elsewhere(error) and failure.recorded(self.store) is None:
-            others = [other for other in range(self.world.world_size) if other != rank]
-            if silent := failure.silent_ranks(self.store, others, _SILENCE_S):
-                mine = Failure(silent[0], "ended without a message (killed, out of memory, or crashed)", reported_by=rank)
-        failure.record(self.store, mine)
-        return failure.recorded(self.store) or mine
+        try:
+            if failure.is_from_elsewhere(error) and failure.recorded(self.store) is None:
+                if silent := failure.silent_ranks(self.store, others, _SILENCE_S):
+                    mine = Failure(silent[0], "ended without a message (killed, out of memory, or crashed)", reported_by=rank)
+            failure.record(self.store, mine)
+            first = failure.recorded(self.store)
+            if self.world.is_main:  # it may hold the store: let the others read the cause before it goes
+                self._wait_until_seen(others)
+        except RuntimeError:  # the store's own errors
+            return None
+        return first
+
+    def _wait_until_seen(self, ranks: list[int]) -> None:
+        deadline_s = time.monotonic() + _LINGER_S
+        while time.monotonic() < deadline_s and not self.store.check([failure.seen_key(rank) for rank in ranks]):
+            time.sleep(_POLL_S)
 
     def at_end(self, action: Callable[[], None]) -> None:
         """Has `action` called when this rank's part of the job is over, whichever way it ends."""
