@@ -6,6 +6,7 @@ from torchrec_kstep.data.manifest import MANIFEST_NAME
 from torchrec_kstep.data.preparation import check_sources, prepare, prepared_folder
 from torchrec_kstep.data.prepared import PreparedSet
 from torchrec_kstep.data.sources import SMALL_SOURCES
+from torchrec_kstep.data.synthetic import SyntheticStream
 from torchrec_kstep.errors import DataError
 
 
@@ -36,6 +37,8 @@ def open_dataset(config: DataConfig) -> Dataset:
         DataError: it was not prepared, or its files are damaged or changed.
         ConfigError: the configuration contradicts itself.
     """
+    if config.name == "synthetic":
+        return SyntheticStream(config.synthetic, config.limit, config.prefetch_batches)
     folder = prepared_folder(config)
     data = PreparedSet(folder, config.limit, config.shuffle_row_groups, config.prefetch_batches)
     if data.manifest.name != config.name:
