@@ -101,9 +101,19 @@ def exit_code(error: BaseException) -> int:
     return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILURE
 
 
+def is_timeout(error: BaseException) -> bool:
+    """Whether `error` looks like a collective that waited too long."""
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _TIMEOUT_SIGNS)
+
+
 def heartbeat_key(rank: int) -> str:
     """Key under which `rank` counts up while it lives."""
     return f"alive/{rank}"
+
+
+def seen_key(rank: int) -> str:
+    """Key that `rank` sets when it knows of the first failure."""
+    return f"seen/{rank}"
 
 
 def silent_ranks(store: Store, ranks: list[int], window_s: float) -> list[int]:

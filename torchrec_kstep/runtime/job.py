@@ -157,9 +157,9 @@ class Job:
         others = [other for other in range(world_size) if other != rank]
         mine = Failure(rank, failure.one_line(error), reported_by=rank)
         try:
-            if failure.is_from_elsewhere(error) and failure.recorded(self.store) is None:
-                if silent := failure.silent_ranks(self.store, others, _SILENCE_S):
-                    mine = Failure(silent[0], "ended without a message (killed, out of memory, or crashed)", reported_by=rank)
+            is_first = failure.recorded(self.store) is None
+            if is_first and failure.is_from_elsewhere(error) and (silent := failure.silent_ranks(self.store, others, _SILENCE_S)):
+                mine = Failure(silent[0], "ended without a message (killed, out of memory, or crashed)", reported_by=rank)
             failure.record(self.store, mine)
             first = failure.recorded(self.store)
             if self.world.is_main:  # it may hold the store: let the others read the cause before it goes
@@ -169,7 +169,7 @@ class Job:
         return first
 
     def _wait_until_seen(self, ranks: list[int]) -> None:
-        deadline_s = time.monotonic() + _LINGER_S
+        deadline_s = time.monotonic() + (_LINGER_S if ranks else 0.0)
         while time.monotonic() < deadline_s and not self.store.check([failure.seen_key(rank) for rank in ranks]):
             time.sleep(_POLL_S)
 

@@ -9,17 +9,15 @@ import select
 import signal
 import sys
 import threading
-import time
 from types import FrameType
 
 from torch._C._distributed_c10d import Store
 
 from torchrec_kstep.runtime import failure
-from torchrec_kstep.runtime.failure import Stopped
+from torchrec_kstep.runtime.failure import Failure, Stopped
 
-POLL_S = 0.5
-HEARTBEAT_S = 1.0
-GRACE_S = 8.0
+POLL_S = 0.5  # also the time between heartbeats
+GRACE_S = 5.0  # for the main thread to end by itself
 
 
 class Watch:
@@ -34,6 +32,7 @@ class Watch:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self._wake_read, False)
+        self.first_failure: Failure | None = None  # of another rank; known here even when the store has gone with it
         self._old_handlers: dict[int, object] = {}
         self._old_wakeup_fd = -1
 
@@ -61,24 +60,23 @@ class Watch:
 
     def _run(self) -> None:
         num_beats = 0
-        next_beat_s = 0.0
         while not self._stopping.is_set():
-            signum = self._wait_for_signal(POLL_S)
-            if self._stopping.is_set():
-                return
-            if signum:
+            if signum := self._wait_for_signal(POLL_S):
                 self._end_after_grace(f"stopped by {signal.Signals(signum).name}", 128 + signum)
-            try:
-                if time.monotonic() >= next_beat_s:
-                    num_beats += 1
-                    next_beat_s = time.monotonic() + HEARTBEAT_S
-                    self._store.set(failure.heartbeat_key(self._rank), str(num_beats))
-                first = failure.recorded(self._store)
-            except RuntimeError:  # the store's errors: its process, rank 0 or the launcher, is gone
-                self._end_after_grace("lost the job's store, because the process that holds it ended", failure.EXIT_FAILURE)
                 return
-            if first is not None and first.rank != self._rank:
-                self._end_after_grace(f"stopped, because rank {first.rank} failed first", failure.EXIT_FAILURE)
+            num_beats += 1
+            try:
+                self._store.set(failure.heartbeat_key(self._rank), str(num_beats))
+                first = failure.recorded(self._store)
+                if first is not None and first.reported_by != self._rank:
+                    self.first_failure = first
+                    self._store.set(failure.seen_key(self._rank), "1")
+            except RuntimeError:  # the store's errors: its process, rank 0 or the launcher, is gone
+                self._end_after_grace("stopped: lost the job's store, because the process that holds it ended", failure.EXIT_FAILURE)
+                return
+            if self.first_failure is not None:
+                self._end_after_grace(f"stopped, because rank {self.first_failure.rank} failed first", failure.EXIT_FAILURE)
+                return
 
     def _wait_for_signal(self, timeout_s: float) -> int:
         readable, _, _ = select.select([self._wake_read], [], [], timeout_s)
