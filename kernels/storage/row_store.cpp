@@ -335,14 +335,19 @@ Manifest RowStore::make_manifest(const std::string& name, const std::string& met
   return manifest;
 }
 
-Status RowStore::snapshot(const std::string& name, const std::string& metadata) {
+Status RowStore::flush() {
   if (!context_.poison.ok()) return context_.poison;
-  KSTEP_RETURN_IF_ERROR(SnapshotCatalog::check_name(name));
   for (const auto& log : logs_) {
     KSTEP_RETURN_IF_ERROR(log->retry_failed_writes());
     KSTEP_RETURN_IF_ERROR(log->seal_all());
     KSTEP_RETURN_IF_ERROR(log->sync_all());
   }
+  return {};
+}
+
+Status RowStore::snapshot(const std::string& name, const std::string& metadata) {
+  KSTEP_RETURN_IF_ERROR(SnapshotCatalog::check_name(name));
+  KSTEP_RETURN_IF_ERROR(flush());
   Manifest manifest = make_manifest(name, metadata);
   bool is_doubtful = false;
   Status status = catalog_.commit(manifest, &is_doubtful);

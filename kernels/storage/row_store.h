@@ -78,6 +78,8 @@ class RowStore {
   // One cleaning increment for an idle moment. *did_work is false when there is nothing worth doing.
   Status clean_when_idle(bool* did_work);
 
+  // Seals and syncs what was appended.
+  Status flush();
   // Durable when it returns ok. `metadata` is the caller's text, kept in the manifest.
   Status snapshot(const std::string& name, const std::string& metadata);
   Status remove_snapshot(const std::string& name);
