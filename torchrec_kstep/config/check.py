@@ -83,7 +83,7 @@ class Checker:
                 reason = str(error).splitlines()[0]
                 key, equals, value = text.partition("=")
                 advice = f"""if the value is right, quote it: '{key}="{value}"'""" if equals else "expected key=value or group=choice"
-                self.findings.add(f"{text}: cannot be read ({reason}); {advice}")
+                self.findings.add(f"{text or repr(text)}: cannot be read ({reason}); {advice}")
             else:
                 self._check_override(text, override)
 

@@ -56,11 +56,14 @@ class Composer:
         """
         Plugins.instance().register(_MoreFolders)
         first, *_MoreFolders.folders = search.folders
+        outer = GlobalHydra.instance().hydra
+        GlobalHydra.instance().clear()  # it refuses to be initialised twice
         try:
             with initialize_config_dir(str(first), version_base=_VERSION_BASE):
                 yield cls(search)
         finally:
             _MoreFolders.folders = ()
+            GlobalHydra.instance().hydra = outer
 
     def used_files(self, group_overrides: Sequence[str]) -> list[UsedFile]:
         """Returns the files that a list of group choices uses, the later win.

@@ -29,6 +29,7 @@ from torchrec_kstep.errors import ConfigError
 
 T = TypeVar("T")
 
+SPEAKER_GRACE_S = 30.0  # seconds that a rank leaves to local rank 0 to tell a fault that all ranks find
 EXIT_CONFIG = 2  # exit code of a wrong configuration, as argparse uses it for a wrong command line
 PATH_KEYS = ("run_dir", "data.path", "data.source")  # keys that name files or folders
 
@@ -56,8 +57,8 @@ def load(schema_cls: type[T], config_name: str, argv: Sequence[str]) -> T:
 def main(schema_cls: type[T], config_name: str, fn: Callable[[T], int], argv: Sequence[str] | None = None) -> int:
     """Runs a program: reads its command line, checks its configuration, calls `fn` once or, with --multirun, several times.
 
-    A wrong configuration is told as a short text on stderr, once a host, and ends every rank with exit code 2 before `fn`
-    is called. A ConfigError that `fn` itself raises is told likewise in a single process; under torchrun it passes
+    A wrong configuration is told as a short text on stderr, by local rank 0 of each host, and ends the job with exit code 2
+    before `fn` is called. A ConfigError that `fn` itself raises is told likewise in a single process; under torchrun it passes
     through, because the other ranks need not have met it.
 
     Args:
@@ -83,8 +84,12 @@ def main(schema_cls: type[T], config_name: str, fn: Callable[[T], int], argv: Se
                 print("\n".join(f"# {job.title}\n{yaml_text(config)}" if job.title else yaml_text(config) for job, config in runs), end="")
             return 0
     except ConfigError as error:
-        if is_speaker:
-            _tell(config_name, error)
+        if not is_speaker:
+            # Launchers end all ranks when the first one ends, so that one must be the speaker. Who is still here after the
+            # grace has met a fault that the speaker did not, and tells it.
+            time.sleep(SPEAKER_GRACE_S)
+        _tell(config_name, error)
+        print("(--help lists all groups and keys; nothing was started)", file=sys.stderr)
         return EXIT_CONFIG
     return _run_all(config_name, fn, runs, under_torchrun)
 
@@ -103,7 +108,7 @@ def _help(schema_cls: type, config_name: str, command: Command) -> str:
 
 
 def _tell(config_name: str, error: ConfigError) -> None:
-    print(f"torchrec_kstep.{config_name}: {error}\n(--help lists all groups and keys; nothing was started)", file=sys.stderr)
+    print(f"torchrec_kstep.{config_name}: {error}", file=sys.stderr)
 
 
 def _load_all(schema_cls: type[T], config_name: str, command: Command, under_torchrun: bool) -> list[tuple[Job, T]]:

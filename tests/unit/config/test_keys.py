@@ -1,7 +1,7 @@
 """The flat list of keys: paths, defaults and comments come from the dataclasses; mappings are open below."""
 
 import inspect
-from dataclasses import make_dataclass
+from dataclasses import MISSING, make_dataclass
 
 import pytest
 
@@ -41,6 +41,11 @@ def test_without_sources_only_comments_are_lost(monkeypatch: pytest.MonkeyPatch)
 )
 def test_names_are_free_inside_a_mapping_only(path: str, is_known: bool) -> None:
     assert schema_keys(Toy).knows(path) is is_known
+
+
+@pytest.mark.parametrize("schema_cls", [RunConfig, PrepareConfig])
+def test_every_key_has_a_default_and_a_comment(schema_cls: type) -> None:
+    assert [key.path for key in schema_keys(schema_cls).leaves.values() if key.default is MISSING or not key.comment] == []
 
 
 @pytest.mark.parametrize("schema_cls", [RunConfig, PrepareConfig])

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from torchrec_kstep._version import __version__
-from torchrec_kstep.config.load import EXIT_CONFIG, load, main, save
+from torchrec_kstep.config import load as load_module
+from torchrec_kstep.config.keys import schema_keys
+from torchrec_kstep.config.load import EXIT_CONFIG, PATH_KEYS, load, main, save
 from torchrec_kstep.config.schema import PrepareConfig, RunConfig
 from torchrec_kstep.errors import ConfigError
 
@@ -77,20 +79,32 @@ def test_every_kind_of_wrong_command_line_ends_alike(argv: list[str], capsys: py
     assert program.configs == []
 
 
-def test_two_ranks_tell_a_wrong_configuration_once() -> None:
-    code = (
-        "import sys\nfrom torchrec_kstep.config.load import main\nfrom torchrec_kstep.config.schema import RunConfig\n"
-        "sys.exit(main(RunConfig, 'train', lambda config: 0))"
+@pytest.mark.multiprocess
+def test_ranks_under_torchrun_tell_a_wrong_configuration_once_whoever_is_first(launch_dir: Path) -> None:
+    """Rank 1 finds the fault first. If it ended at once, torchrun would end rank 0 before that could say what is wrong."""
+    program = launch_dir / "program.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "from torchrec_kstep.config.load import main\n"
+        "from torchrec_kstep.config.schema import RunConfig\n"
+        "time.sleep(2 if os.environ['RANK'] == '0' else 0)\n"
+        "sys.exit(main(RunConfig, 'train', lambda config: 0))\n"
     )
-    outputs, exit_codes = [], []
-    for rank in (0, 1):
-        env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        done = subprocess.run([sys.executable, "-c", code, "optim.lrr=4"], env=env, capture_output=True, text=True, timeout=60)
-        outputs.append(done.stdout + done.stderr)
-        exit_codes.append(done.returncode)
-    assert exit_codes == [2, 2]
-    assert "did you mean 'optim.lr'?" in outputs[0]
-    assert outputs[1] == ""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program), "optim.lrr=4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count("did you mean 'optim.lr'?") == 1
+
+
+def test_a_fault_that_local_rank_0_does_not_meet_is_told_after_a_grace(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(load_module.time, "sleep", waits.append)
+    under_torchrun(monkeypatch, rank=1)
+    assert main(RunConfig, "train", Program(), ["optim.lrr=4"]) == EXIT_CONFIG
+    assert waits == [load_module.SPEAKER_GRACE_S]
+    assert "did you mean 'optim.lr'?" in capsys.readouterr().err
 
 
 def test_a_configuration_error_of_the_program_itself_is_told_in_a_single_process_only(
@@ -268,10 +282,10 @@ def test_relative_paths_start_at_the_launch_directory(launch_dir: Path, extra: l
     assert Path.cwd() == launch_dir
 
 
-def test_a_path_may_be_absolute_at_home_or_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
+def test_a_path_may_be_absolute_at_home_or_empty(launch_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(launch_dir / "mine"))
     config = load(RunConfig, "train", ["data.path=/abs/d", 'data.source="~/raw"', "run_dir="])
-    assert (config.data.path, config.data.source, config.run_dir) == ("/abs/d", "/home/someone/raw", "")
+    assert (config.data.path, config.data.source, config.run_dir) == ("/abs/d", str(launch_dir / "mine" / "raw"), "")
 
 
 def test_the_prepared_folder_follows_the_data_set(launch_dir: Path) -> None:
@@ -280,9 +294,6 @@ def test_the_prepared_folder_follows_the_data_set(launch_dir: Path) -> None:
 
 
 def test_every_key_that_names_a_place_is_made_absolute() -> None:
-    from torchrec_kstep.config.keys import schema_keys
-    from torchrec_kstep.config.load import PATH_KEYS
-
     words = ("path", "paths", "dir", "dirs", "source", "file", "folder")
     for schema_cls in (RunConfig, PrepareConfig):
         keys = schema_keys(schema_cls).leaves
