@@ -2,19 +2,33 @@
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 
 import yaml  # type: ignore[import-untyped]  # OmegaConf's own YAML writer, without annotations
 
 from torchrec_kstep.config.keys import Key, SchemaKeys, field_comments, schema_keys
 
+_LIKE_A_NUMBER = re.compile(r"[-+]?\.?[0-9]")
 _WIDE = 10**6  # characters: values stay on one line
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no annotations
+    """Quotes every text that begins like a number: OmegaConf reads more of them as numbers (`1e5`) than YAML itself does."""
+
+
+def _text_node(dumper: _Dumper, text: str) -> yaml.Node:
+    style = '"' if not text.isprintable() else "'" if _LIKE_A_NUMBER.match(text) else None  # other quotes fold odd line breaks
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text_node)
 
 
 def value_text(value: object) -> str:
     """Writes a value as it stands in YAML, on one line."""
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-    text: str = yaml.safe_dump(plain, default_flow_style=True, width=_WIDE, allow_unicode=True)
+    text: str = yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, width=_WIDE, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

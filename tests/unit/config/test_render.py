@@ -4,6 +4,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -20,7 +21,7 @@ BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="$")).filter(lambda text: text != "???")
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(
     st.builds(
         Toy,
@@ -36,6 +37,14 @@ words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="$")
 def test_written_yaml_reads_back_equal(toy: Toy) -> None:
     read = OmegaConf.to_object(OmegaConf.merge(writable_schema(Toy), OmegaConf.create(yaml_text(toy))))
     assert read == toy
+
+
+@pytest.mark.parametrize(
+    "text", ["1e5", "0E0", "1_0", ".5e+1", "-1", "yes", "null", "~", "2026-12-01", "1:30", "0x1f", "a: b # c", "", " x ", "*a"]
+)
+def test_text_that_looks_like_something_else_stays_text(text: str) -> None:
+    toy = Toy(name=text, columns=[text], rules={"table": text})
+    assert OmegaConf.to_object(OmegaConf.merge(writable_schema(Toy), OmegaConf.create(yaml_text(toy)))) == toy
 
 
 def test_written_yaml_explains_every_key() -> None:
