@@ -1,0 +1,43 @@
+"""Runs the C++ tests of the torch-free core: plainly in the fast lane, under the sanitizers in the slow one.
+
+What breaks otherwise: formats, recovery, cache and prefetch are tested in C++ only, against a medium that loses, tears,
+refuses and damages bytes.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.crash.native import build
+
+SANITIZER_OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0:exitcode=66",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
+}
+
+
+def _run_tests(program: Path, timeout_s: float) -> None:
+    done = subprocess.run(
+        [str(program), "--gtest_brief=1", "--gtest_shuffle"],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, **SANITIZER_OPTIONS},
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+
+
+@pytest.mark.timeout(1200)
+def test_core_tests_pass() -> None:
+    _run_tests(build("kstep_core_tests"), timeout_s=240)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_core_tests_are_clean_under_sanitizers(sanitizer: str) -> None:
+    _run_tests(build("kstep_core_tests", sanitizer), timeout_s=1500)
