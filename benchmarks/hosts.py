@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+TORCHRUN = "torch.distributed.run"
 RENDEZVOUS_PORT = 29500
 RENDEZVOUS_ID = "hosts"
 STEP_FLOOR_VARIABLE = "KSTEP_STEP_FLOOR_MS"
@@ -151,10 +152,13 @@ class Hosts:
         deadline_s: float = 120.0,
         join_timeout_s: int = 30,
         max_restarts: int = 0,
+        launcher: str = TORCHRUN,
+        endpoint: str = "",
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         missing_hosts: Sequence[int] = (),
         command_of_host: Mapping[int, Sequence[str]] | None = None,
+        env_of_host: Mapping[int, Mapping[str, str]] | None = None,
         check: bool = True,
     ) -> HostsResult:
         """Starts one torchrun agent per host with `ranks_per_host` ranks each and waits for all of them.
@@ -164,10 +168,14 @@ class Hosts:
             deadline_s: after this many seconds everything is killed.
             join_timeout_s: how long agents wait for one another.
             max_restarts: torchrun's `--max-restarts`.
+            launcher: module that starts a host's ranks: torchrun, or one that takes the same options and finds out by itself
+                who holds the store and which interface leads to the others.
+            endpoint: where the hosts meet, if not at a port of host 0.
             env: variables added to every rank's environment.
             cwd: working directory; the caller's if not given.
             missing_hosts: hosts whose agent is never started.
             command_of_host: commands of single hosts that differ from `command`.
+            env_of_host: further variables of single hosts.
             check: raise if an agent fails or the deadline passes.
 
         Raises:
@@ -178,15 +186,14 @@ class Hosts:
         logs = Path(tempfile.mkdtemp(prefix=f"{self.name}_"))
         try:
             started = [host for host in range(self.num_hosts) if host not in missing_hosts]
+            options = {"--max-restarts": max_restarts, "--rdzv-endpoint": endpoint or f"{self.links[0].address(0)}:{RENDEZVOUS_PORT}"}
             agents = {
                 host: self._start_agent(
                     host,
-                    (command_of_host or {}).get(host, command),
+                    [*self._launch(host, launcher, options, join_timeout_s, logs), *(command_of_host or {}).get(host, command)],
+                    {**(env or {}), **(env_of_host or {}).get(host, {})},
                     logs,
-                    join_timeout_s=join_timeout_s,
-                    max_restarts=max_restarts,
-                    env=env,
-                    cwd=cwd,
+                    cwd,
                 )
                 for host in started
             }
@@ -223,19 +230,26 @@ class Hosts:
         for host in range(self.num_hosts):
             _kill_namespace(self.namespace(host))
 
+    def _launch(self, host: int, launcher: str, options: Mapping[str, object], join_timeout_s: int, logs: Path) -> list[str]:
+        """Returns the command line of a host's agent, up to what the agent runs."""
+        conf = f"join_timeout={join_timeout_s},read_timeout={join_timeout_s},last_call_timeout=1"
+        command = [sys.executable, "-m", launcher, f"--nnodes={self.num_hosts}", f"--nproc-per-node={self.ranks_per_host}"]
+        command += [f"--node-rank={host}", f"--rdzv-id={RENDEZVOUS_ID}", *(f"{name}={value}" for name, value in options.items())]
+        command += ["--redirects=3", f"--log-dir={logs / f'host{host}'}"]
+        if launcher != TORCHRUN:
+            return [*command, f"--rdzv-conf={conf}"]
+        # Without its own address an agent gives its peers the machine's host name, which leads out of the namespace.
+        return [
+            *command,
+            "--rdzv-backend=c10d",
+            f"--rdzv-conf={conf},is_host={int(host == 0)}",
+            f"--local-addr={self.links[0].address(host)}",
+        ]
+
     def _start_agent(
-        self,
-        host: int,
-        command: Sequence[str],
-        logs: Path,
-        *,
-        join_timeout_s: int,
-        max_restarts: int,
-        env: Mapping[str, str] | None,
-        cwd: Path | None,
+        self, host: int, command: Sequence[str], env: Mapping[str, str], logs: Path, cwd: Path | None
     ) -> "subprocess.Popen[bytes]":
-        folder = logs / f"host{host}"
-        folder.mkdir()
+        (logs / f"host{host}").mkdir()
         interfaces = ",".join(link.interface for link in self.links)
         environment = {
             **os.environ,
@@ -244,19 +258,11 @@ class Hosts:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH", "")])),
             STEP_FLOOR_VARIABLE: str(self.step_floor_ms),
-            **(env or {}),
+            **env,
         }
-        torchrun = [sys.executable, "-m", "torch.distributed.run"]
-        torchrun += [f"--nnodes={self.num_hosts}", f"--nproc-per-node={self.ranks_per_host}", f"--max-restarts={max_restarts}"]
-        torchrun += ["--rdzv-backend=c10d", f"--rdzv-id={RENDEZVOUS_ID}", f"--rdzv-endpoint={self.links[0].address(0)}:{RENDEZVOUS_PORT}"]
-        torchrun += [
-            f"--rdzv-conf=join_timeout={join_timeout_s},read_timeout={join_timeout_s},last_call_timeout=1,is_host={int(host == 0)}"
-        ]
-        # Without its own address an agent gives its peers the machine's host name, which leads out of the namespace.
-        torchrun += [f"--local-addr={self.links[0].address(host)}", "--redirects=3", f"--log-dir={folder}"]
-        with (folder / "agent.log").open("wb") as log:
+        with (logs / f"host{host}" / "agent.log").open("wb") as log:
             agent = subprocess.Popen(
-                ["ip", "netns", "exec", self.namespace(host), *torchrun, *command],
+                ["ip", "netns", "exec", self.namespace(host), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

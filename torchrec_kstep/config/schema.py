@@ -124,7 +124,7 @@ class DistributedConfig:
     """Ranks and their deadlines."""
 
     timeout_s: float = 120.0  # seconds that any collective may wait before the job fails
-    start_timeout_s: float = 30.0  # seconds that ranks wait for one another before training starts
+    start_timeout_s: float = 20.0  # seconds that ranks wait for one another before training starts
     prepare_timeout_s: float = 86_400.0  # seconds that ranks wait for rank 0 to prepare the data set; a dead rank 0 is noticed sooner
     backend: str = "gloo"  # gloo | nccl
 

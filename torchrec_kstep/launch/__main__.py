@@ -4,7 +4,7 @@
         -m torchrec_kstep.train optim.lr=1e-3
 
 Before torchrun starts, the hosts call the roll through the rendezvous store: an address that nobody answers, a port that
-something else holds, or a host that never starts is named within `join_timeout` seconds (30, or `--rdzv-conf join_timeout=N`).
+something else holds, or a host that never starts is named within `join_timeout` seconds (20, or `--rdzv-conf join_timeout=N`).
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torchrec_kstep.errors import ConfigError, LaunchError
 from torchrec_kstep.launch.network import interface_of, is_resolvable
 from torchrec_kstep.launch.roll_call import Meeting, call_roll
 
-JOIN_TIMEOUT_S = 30
+JOIN_TIMEOUT_S = 20
 DEFAULT_PORT = 29500
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(str(error), EXIT_USAGE)
     except LaunchError as error:
         return _end(str(error), EXIT_FAILURE)
+    _share_cores(args.nproc_per_node)
     if args.log_dir:
         print(f"logs of the ranks: {os.path.abspath(args.log_dir)}", file=sys.stderr, flush=True)
     try:
@@ -107,9 +108,15 @@ def _name_this_host(args: argparse.Namespace, meeting: Meeting) -> None:
     if meeting.address and not meeting.address.startswith("127."):
         args.local_addr = args.local_addr or meeting.address
         if interface := interface_of(meeting.address):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or interface
     elif not is_resolvable(socket.getfqdn()):
         args.local_addr = args.local_addr or "127.0.0.1"
+
+
+def _share_cores(ranks_per_host: str) -> None:
+    """Gives each rank its share of this host's cores, unless OMP_NUM_THREADS says otherwise; torchrun would give it one and warn."""
+    if ranks_per_host.isdigit() and int(ranks_per_host):
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(ranks_per_host))))
 
 
 def _end(text: str, code: int) -> int:

@@ -6,7 +6,9 @@ many have signed as the job has. torchrun's own rendezvous then uses the same st
 
 import json
 import socket
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,7 +18,7 @@ from torchrec_kstep.errors import LaunchError
 from torchrec_kstep.launch import network
 
 POLL_S = 0.2
-HANDSHAKE_S = 5.0  # for a store that accepted a connection to answer it
+HANDSHAKE_S = 4.0  # for a store that accepted a connection to answer it
 
 _JOB_KEY = "kstep/job"
 _COUNT_KEY = "kstep/hosts"
@@ -92,9 +94,9 @@ def _hold_or_share(host: str, port: int, job: str, must_hold: bool) -> tuple[TCP
 def _store_of_sibling(host: str, port: int, job: str) -> TCPStore | None:
     """Returns the store that an agent of this job holds on this machine, or None if the port belongs to anything else."""
     try:
-        store = TCPStore(host, port, is_master=False, multi_tenant=True, timeout=timedelta(seconds=HANDSHAKE_S))
-        return store if store.get(_JOB_KEY).decode() == job else None
-    except RuntimeError:
+        store = _join(host, port)
+        return store if store is not None and store.get(_JOB_KEY).decode() == job else None
+    except RuntimeError:  # nobody put the job's name there: it is somebody else's store
         return None
 
 
@@ -104,15 +106,29 @@ def _reach(host: str, address: str, port: int, end_s: float) -> TCPStore:
     while (left_s := end_s - time.monotonic()) > 0:
         why = network.dial(address, port, min(left_s, HANDSHAKE_S))
         if not why:
-            try:
-                return TCPStore(host, port, is_master=False, multi_tenant=True, timeout=timedelta(seconds=HANDSHAKE_S))
-            except RuntimeError:
-                why = "something listens there, but it is no rendezvous store"
+            if store := _join(host, port):
+                return store
+            why = "something listens there, but it is no rendezvous store"
         time.sleep(POLL_S)
     advice = {
         "refused": "the machine answers but nothing listens there: is host 0 started, and is the port right?",
     }.get(why, f"{why}: check the address, the port and the firewall between {_own_addresses()} and it")
     raise LaunchError(f"cannot reach {host}:{port}, where host 0 should hold the rendezvous: {advice}")
+
+
+def _join(host: str, port: int) -> TCPStore | None:
+    """Connects to a store as a client; None if what listens there does not behave like one."""
+    joined: list[TCPStore] = []
+
+    def connect() -> None:
+        with suppress(RuntimeError):  # the store's own errors
+            joined.append(TCPStore(host, port, is_master=False, multi_tenant=True, timeout=timedelta(seconds=HANDSHAKE_S)))
+
+    # In a thread, because the handshake with something that accepts connections and never speaks has no timeout.
+    thread = threading.Thread(target=connect, name="kstep-join", daemon=True)
+    thread.start()
+    thread.join(2 * HANDSHAKE_S)
+    return joined[0] if joined else None
 
 
 def _sign_in(store: TCPStore, address: str, num_hosts: int, end_s: float, deadline_s: float) -> None:
