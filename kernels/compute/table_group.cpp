@@ -222,13 +222,13 @@ void TableGroup::cut_row_ranges(const std::int64_t* table_offsets) {
       ranges_.push_back({static_cast<std::uint32_t>(t), begin, std::min(end, begin + kRowsPerTask)});
     }
   }
-  // grad_begin_[t] + u * dim is where row u of table t lies: table_offsets[t] * dim is subtracted (modulo 2^64).
+  // Row u of table t lies at grad_begin_[t] + u * dim; u counts over all tables, so grad_begin_ may be negative.
   grow(&grad_begin_, layouts_.size());
-  std::size_t floats = 0;
+  std::ptrdiff_t floats = 0;
   for (std::size_t t = 0; t < layouts_.size(); ++t) {
-    const auto begin = static_cast<std::size_t>(table_offsets[t]), end = static_cast<std::size_t>(table_offsets[t + 1]);
-    grad_begin_[t] = floats - begin * layouts_[t].dim;
-    floats += (end - begin) * layouts_[t].dim;
+    const auto dim = static_cast<std::ptrdiff_t>(layouts_[t].dim);
+    grad_begin_[t] = floats - table_offsets[t] * dim;
+    floats += (table_offsets[t + 1] - table_offsets[t]) * dim;
   }
 }
 

@@ -9,6 +9,7 @@
 // Ownership: owns its RowSource and its scratch. Threads: one call at a time (the op unit locks).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -119,7 +120,7 @@ class TableGroup {
   std::vector<PinTicket> tickets_;           // [num_tables]
   std::vector<RowRange> ranges_;
   std::vector<std::size_t> feature_begin_;   // pooled: first column; sequence: first float of a feature
-  std::vector<std::size_t> grad_begin_;      // deferred: first float of a table in row_grads
+  std::vector<std::ptrdiff_t> grad_begin_;   // deferred: float in row_grads at which row 0 of a table would lie
   std::vector<std::int64_t> grad_offsets_;   // [N]
   std::vector<float> scales_;                // [N]
   std::vector<std::uint8_t> first_touch_;    // [U]
