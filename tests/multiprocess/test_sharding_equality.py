@@ -3,9 +3,10 @@
 Layer: multiprocess. The slow lane runs the whole matrix of models, shardings, kernels and optimizers.
 """
 
+import copy
 import functools
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ class Case:
     num_dense: int = 2
     micro_batches: int = 1
     pipeline: str = "plain"
-    tables: dict[str, str] = field(default_factory=dict)
+    tables: tuple[tuple[str, str], ...] = ()
     dim: int = 8
     tiny_rows: int = 2  # rows of one table: fewer than ranks
 
@@ -65,7 +66,7 @@ class Case:
         return OptimConfig(
             embedding=self.embedding_optimizer,
             lr=3e-3,
-            embedding_lr=1e-2,
+            embedding_lr=0.3 if self.embedding_optimizer == "sgd" else 1e-2,
             weight_decay=1e-3,
             embedding_l2=1e-4 if self.kernel == "dense" else 0.0,
             clip_norm=0.5,
@@ -75,7 +76,7 @@ class Case:
 
     @property
     def planner_config(self) -> PlannerConfig:
-        return PlannerConfig(sharding=self.sharding, kernel=self.kernel, tables=self.tables)
+        return PlannerConfig(sharding=self.sharding, kernel=self.kernel, tables=dict(self.tables))
 
     def rows(self, step: int) -> Rows:
         return _rows(self.schema, step)
@@ -83,6 +84,11 @@ class Case:
 
 def reference_losses(case: Case) -> list[float]:
     """Trains without TorchRec's sharding, with `torch.optim` alone."""
+    return _reference_losses(replace(case, sharding="none", micro_batches=1, pipeline="none", tables=()))
+
+
+@functools.cache
+def _reference_losses(case: Case) -> list[float]:
     config = case.optim_config
     task = CTRTask(build_model(case.model_config, case.schema, seed=3), num_ranks=1)
     dense = [param for name, param in task.named_parameters() if ".embedding_bags." not in name]
@@ -98,6 +104,7 @@ def reference_losses(case: Case) -> list[float]:
     ]
     schedules = [LrSchedule(optimizer, config, NUM_STEPS) for optimizer in optimizers]
     losses = []
+    untrained = copy.deepcopy(task)
     for step in range(NUM_STEPS):
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             schedule.apply(step)
@@ -108,6 +115,9 @@ def reference_losses(case: Case) -> list[float]:
         for optimizer in optimizers:
             optimizer.step()
         losses.append(float(loss.detach()))
+    last_rows = case.rows(NUM_STEPS - 2).batch()
+    moved = task(last_rows)[1].logit - untrained(last_rows)[1].logit
+    assert moved.abs().max() > 0.05, "a test in which nothing changes proves nothing"
     return losses
 
 
@@ -158,14 +168,13 @@ def _loss(predictions: Predictions, num_rows: int) -> float:
 
 
 def assert_equal_losses(actual: list[float], expected: list[float], what: object) -> None:
-    """Compares step by step, and makes sure that something was learnt."""
+    """Compares step by step."""
     worst = max(range(len(expected)), key=lambda step: abs(actual[step] - expected[step]))
     assert abs(actual[worst] - expected[worst]) < 1e-5, f"{what}: step {worst}: {actual[worst]} against {expected[worst]}"
-    assert sum(expected[-10:]) != pytest.approx(sum(expected[:10]), abs=1e-2), "a test in which nothing changes proves nothing"
 
 
 # Fused row-wise tables need a row on each rank; f1 has two.
-TINY_BY_TABLE = {"f1": "table_wise", "wide_f1": "table_wise"}
+TINY_BY_TABLE = (("f1", "table_wise"), ("wide_f1", "table_wise"))
 FAST_CASES = [
     Case("row_wise"),
     Case("table_wise", pipeline="sparse_dist"),
@@ -173,7 +182,7 @@ FAST_CASES = [
     Case("auto", micro_batches=2, pipeline="sparse_dist"),
     Case("row_wise", kernel="fused", embedding_optimizer="adagrad", pipeline="sparse_dist", tables=TINY_BY_TABLE),
     Case("table_wise", kernel="fused", embedding_optimizer="adagrad"),
-    Case("row_wise", tables={"f0": "table_wise", "wide_f2": "data_parallel", "f3": "column_wise"}),
+    Case("row_wise", tables=(("f0", "table_wise"), ("wide_f2", "data_parallel"), ("f3", "column_wise"))),
 ]
 
 
