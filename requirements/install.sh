@@ -72,12 +72,10 @@ make_venv() {
 
 pip_install() { logged "$1" "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input "${@:2}"; }
 
-install_package() {
-  pip_install "building the package" --no-deps --no-build-isolation --editable .
-  printf '%s' "$KERNELS_HASH" >"$VENV/.stamp-kernels"
-}
-
+# Kept apart from the package: compiling in place reuses the objects in build/, an editable install starts from nothing.
 build_kernels() { logged "compiling kernels/" "$VENV/bin/python" setup.py --quiet build_ext --inplace; }
+
+install_package() { KSTEP_WITHOUT_KERNELS=1 pip_install "installing the package" --no-deps --no-build-isolation --editable .; }
 
 if [[ -n "$(find kernels -name '*.cpp' -print -quit)" ]]; then
   command -v "${CXX:-g++}" >/dev/null || fail "no C++ compiler '${CXX:-g++}': install g++ 9 or newer (Debian: apt-get install g++), or set CXX"
@@ -88,9 +86,9 @@ exec 9>"$VENV/.setup-lock"
 flock -n 9 || { say "waiting for another setup of this checkout"; flock -w 1800 9 || fail "another setup has held $VENV for 30 minutes"; }
 
 mapfile -d '' KERNEL_FILES < <(find kernels -type f \( -name '*.cpp' -o -name '*.h' \) -not -path 'kernels/tests/*' -print0 | sort -z)
-# The folder is part of both: an editable install points at it.
+# The folder is part of both: an editable install and the objects in build/ hold its path.
 KERNELS_HASH=$({ pwd; "$VENV/bin/python" -V; printf '%s\n' "$TORCH" "${KERNEL_FILES[@]}"; cat setup.py "${KERNEL_FILES[@]}"; } | sha256sum | cut -d' ' -f1)
-PACKAGE_HASH=$({ pwd; printf '%s\n' "$TORCH"; cat setup.py setup.cfg pyproject.toml torchrec_kstep/_version.py; } | sha256sum | cut -d' ' -f1)
+PACKAGE_HASH=$({ pwd; cat setup.py setup.cfg pyproject.toml torchrec_kstep/_version.py; } | sha256sum | cut -d' ' -f1)
 
 stage torch "$(hash_of <(echo "$TORCH"))" "installing $TORCH (the largest download; README says how to get the small CPU build)" \
   pip_install "installing $TORCH" "$TORCH"
@@ -100,5 +98,5 @@ if [[ "$SET" == dev ]]; then
   stage dev "$(hash_of requirements/dev.txt)" "installing requirements/dev.txt" \
     pip_install "installing requirements/dev.txt" --no-deps -r requirements/dev.txt
 fi
-stage package "$PACKAGE_HASH" "compiling kernels/ and installing torchrec_kstep in editable form (a few minutes)" install_package
-stage kernels "$KERNELS_HASH" "compiling what changed in kernels/" build_kernels
+stage kernels "$KERNELS_HASH" "compiling what changed in kernels/ (the first time: everything, a few minutes)" build_kernels
+stage package "$PACKAGE_HASH" "installing torchrec_kstep in editable form" install_package

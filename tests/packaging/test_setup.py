@@ -77,7 +77,7 @@ def test_torch_comes_first_and_a_second_run_does_nothing(checkout: Checkout) -> 
     checkout.add_stand_in_venv()
     first = checkout.set_up()
     assert first.returncode == 0, first.stderr
-    assert checkout.calls() == ["torch==2.13.0", CPU, PACKAGE]
+    assert checkout.calls() == ["torch==2.13.0", CPU, KERNELS, PACKAGE]
     second = checkout.set_up()
     assert (second.returncode, second.stdout, second.stderr, checkout.calls()) == (0, "", "", [])
     assert checkout.set_up("dev").returncode == 0
@@ -107,11 +107,11 @@ def move(checkout: Checkout) -> None:
     [
         (append("requirements/cpu.txt"), [CPU]),
         (append("setup.cfg"), [PACKAGE]),
-        (append("setup.py"), [PACKAGE]),
+        (append("setup.py"), [KERNELS, PACKAGE]),
         (append("kernels/ops/ops.cpp"), [KERNELS]),
         (add_header, [KERNELS]),
         (append("README.md"), []),
-        (move, [PACKAGE]),  # an editable install points at its folder
+        (move, [KERNELS, PACKAGE]),  # an editable install and compiled objects hold the folder's path
     ],
     ids=["cpu lock", "metadata", "build", "kernel source", "kernel header", "readme", "moved checkout"],
 )
