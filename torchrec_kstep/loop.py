@@ -133,7 +133,7 @@ class Loop:
     def _validate(self, state: TrainState) -> None:
         """Evaluates on validation and notes whether this is the best AUC so far."""
         report = self.evaluate("validation", state.step)
-        self.sinks.line(f"epoch {state.epoch} step {state.step} validation: {report}")
+        self.sinks.line(f"epoch {state.epoch + bool(state.step_in_epoch)} step {state.step} validation: {report}")
         if report.auc is None:
             return  # nothing to compare
         if state.best_auc is None or report.auc > state.best_auc:

@@ -26,10 +26,12 @@ from torchrec_kstep.metrics.sink import Sinks
 from torchrec_kstep.metrics.throughput import PhaseTimer, TimedOptimizer
 from torchrec_kstep.models import CTRTask, build_model
 from torchrec_kstep.optim import LrSchedule, build_optimizer
-from torchrec_kstep.planner import make_plan
+from torchrec_kstep.planner import find_tables, format_plan, make_plan
+from torchrec_kstep.report import REPORT_NAME, write_facts, write_report
 from torchrec_kstep.runtime import Job, open_run_dir, run
 from torchrec_kstep.sharding import build_sharders, shard_task
 from torchrec_kstep.torchrec_seam.pipeline import make_pipeline
+from torchrec_kstep.types import SPLITS
 from torchrec_kstep.world import World
 
 
@@ -60,6 +62,11 @@ def _train(job: Job, config: RunConfig) -> int:
         state = resume(loop, run_dir)
         loop.train(state)
         report = loop.test(state)
+        loop.sinks.scalars("end", state.step, {f"{phase}_s": spent for phase, spent in loop.timer.take().items()})
+        loop.sinks.line(loop.timer.summary())
+        if world.is_main and config.metrics.report:
+            write_report([run_dir], run_dir / REPORT_NAME)
+            loop.sinks.line(f"report {run_dir / REPORT_NAME}")
     finally:
         loop.sinks.close()
     if world.is_main:
@@ -79,6 +86,17 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
     dmp = shard_task(task, plan, sharders, world, device)
     optimizer = build_optimizer(dmp, config.optim, config.train.accumulation)
     timer = PhaseTimer()
+    checkpoints = CheckpointManager(run_dir / "checkpoints", config.checkpoint.keep, contract(config, world, dataset))
+    if world.is_main:
+        write_facts(
+            run_dir,
+            world=world,
+            config=asdict(config),
+            data={"name": config.data.name, "fingerprint": dataset.fingerprint}
+            | {f"{split} rows": dataset.num_rows(split) for split in SPLITS},
+            plan=format_plan(plan, find_tables(task)),
+            resumed_from_step=max(checkpoints.steps(), default=0),
+        )
     return Loop(
         config=config,
         world=world,
@@ -89,7 +107,7 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
         schedule=LrSchedule(optimizer, config.optim, num_total_steps(config, world, dataset)),
         pipeline=make_pipeline(config.train.pipeline, dmp, TimedOptimizer(optimizer, timer), device),
         timer=timer,
-        checkpoints=CheckpointManager(run_dir / "checkpoints", config.checkpoint.keep, contract(config, world, dataset)),
+        checkpoints=checkpoints,
         sinks=Sinks(),
     )
 

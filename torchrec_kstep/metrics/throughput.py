@@ -7,6 +7,8 @@ from typing import Literal, TypeVar
 
 import torch
 
+from torchrec_kstep.units import format_seconds
+
 Phase = Literal["data_wait", "forward_backward", "optimizer", "evaluation", "checkpoint"]
 PHASES: tuple[Phase, ...] = ("data_wait", "forward_backward", "optimizer", "evaluation", "checkpoint")
 STEP_PHASES: tuple[Phase, ...] = ("data_wait", "forward_backward", "optimizer")
@@ -23,6 +25,7 @@ class PhaseTimer:
     def __init__(self) -> None:
         """Starts with no phase running."""
         self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        self._totals: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         self._running: list[Phase] = []
         self._since_s = 0.0
 
@@ -52,7 +55,14 @@ class PhaseTimer:
         """Returns the seconds per phase since the last call and starts anew."""
         self._charge()
         seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        for phase, spent in seconds.items():
+            self._totals[phase] += spent
         return seconds
+
+    def summary(self) -> str:
+        """One line with the seconds per phase since the start."""
+        self.take()
+        return "time " + ", ".join(f"{phase.replace('_', ' ')} {format_seconds(spent)}" for phase, spent in self._totals.items())
 
     def _charge(self) -> None:
         now_s = time.perf_counter()
