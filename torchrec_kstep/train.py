@@ -26,7 +26,8 @@ from torchrec_kstep.metrics.sink import Sinks
 from torchrec_kstep.metrics.throughput import PhaseTimer, TimedOptimizer
 from torchrec_kstep.models import CTRTask, build_model
 from torchrec_kstep.optim import LrSchedule, build_optimizer
-from torchrec_kstep.planner import find_tables, format_plan, make_plan
+from torchrec_kstep.planner import format_plan, make_plan
+from torchrec_kstep.planner.plan import find_tables
 from torchrec_kstep.report import REPORT_NAME, write_facts, write_report
 from torchrec_kstep.runtime import Job, open_run_dir, run
 from torchrec_kstep.sharding import build_sharders, shard_task
@@ -78,7 +79,7 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
     """Builds model, plan, shards, optimizer and pipeline, all fresh. Needs the process group. Collective."""
     device = torch.device(config.train.device, world.local_rank) if config.train.device == "cuda" else torch.device("cpu")
     torch.manual_seed(config.train.seed)  # the same on all ranks: they build the same model
-    task = CTRTask(build_model(config.model, dataset.schema, torch.device("cpu")), world.world_size)
+    task = CTRTask(build_model(config.model, dataset.schema, seed=config.train.seed), world.world_size)
     sharders = build_sharders(config.planner, config.optim)
     process_group = dist.GroupMember.WORLD
     assert process_group is not None

@@ -28,15 +28,19 @@ def shard_task(
         plan: the same plan on every rank, as `planner.make_plan` returns it.
         sharders: the sharders that the plan was made with.
         world: this rank's position.
-        device: where shards and dense parameters live.
+        device: where shards and dense parameters live; `cpu` only for now.
 
     Raises:
-        ConfigError: the weights of `task` are on `meta`, so there is nothing to copy.
+        ConfigError: the weights of `task` are on `meta`, so there is nothing to copy, or `device` is no CPU.
         PlanError: there is no process group, or one of another size than `world`.
     """
     if not dist.is_initialized() or dist.get_world_size() != world.world_size:
         size = dist.get_world_size() if dist.is_initialized() else None
         raise PlanError(f"expected a process group of {world.world_size} ranks before sharding, got {size}: call init_process_group first")
+    if device.type != "cpu":
+        raise ConfigError(
+            f"sharding to device {str(device)!r}: plans are made for cpu ranks, and nothing else has been proven yet; use cpu"
+        )
     if any(tensor.is_meta for tensor in task.parameters()):
         raise ConfigError("the task has no weights (device meta): build it on cpu to train it")
     weights = task.state_dict()

@@ -58,17 +58,18 @@ def test_sharding_without_a_process_group_says_what_to_do() -> None:
 def _shard_wrong(world: World) -> list[str]:
     messages = []
     model = build_model(ModelConfig(mlp=[4]), make_schema([5]), torch.device("meta"))
-    for claimed in (world, World(0, 2, 0, 2)):
+    for claimed, device in ((world, "cpu"), (World(0, 2, 0, 2), "cpu"), (world, "cuda")):
         try:
-            shard_task(model, ShardingPlan({}), [], claimed, torch.device("cpu"))
+            shard_task(model, ShardingPlan({}), [], claimed, torch.device(device))
         except (ConfigError, PlanError) as error:
             messages.append(str(error))
     return messages
 
 
 @pytest.mark.multiprocess
-def test_a_task_without_weights_and_a_group_of_another_size_are_refused(spawn_ranks: SpawnRanks) -> None:
+def test_a_task_without_weights_a_group_of_another_size_and_other_devices_are_refused(spawn_ranks: SpawnRanks) -> None:
     """Otherwise tables would start from whatever the shards hold, or ranks would wait for others that do not exist."""
-    ((no_weights, wrong_size),) = spawn_ranks(_shard_wrong, 1)
+    ((no_weights, wrong_size, wrong_device),) = spawn_ranks(_shard_wrong, 1)
     assert "build it on cpu to train it" in no_weights
     assert "expected a process group of 2 ranks before sharding, got 1" in wrong_size
+    assert "sharding to device 'cuda': plans are made for cpu ranks" in wrong_device
