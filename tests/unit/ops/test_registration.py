@@ -1,0 +1,98 @@
+"""Layer 1: every op passes `torch.library.opcheck` (schema, fake kernel, autograd, tracing) and has wrapper, fake and reference."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrec_kstep.ops import _library, fake, kernels, reference
+from torchrec_kstep.ops.batch import Dedup, TableSpec
+from torchrec_kstep.ops.row_group import RowGroup
+from torchrec_kstep.optim_spec import AdamSpec
+
+OPS = (
+    "dedup",
+    "pooled_lookup",
+    "pooled_backward",
+    "sequence_lookup",
+    "sequence_backward",
+    "merge_row_gradients",
+    "apply_row_gradients",
+    "read_rows",
+    "write_rows",
+    "prefetch_rows",
+    "initial_values",
+)
+TABLES = [TableSpec("a", 10, 4, init="uniform", init_a=-1, init_b=1), TableSpec("b", 20, 4, 1)]
+FEATURES = [0, 1, 0]
+
+
+@pytest.fixture
+def group() -> RowGroup:
+    """Deferred, so that tracing may run a backward several times without changing a row."""
+    made = RowGroup.in_dram(TABLES, AdamSpec(lr=0.1))
+    made.set_step(0.1, 1)
+    made.set_deferred(True)
+    return made
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor, Dedup]:
+    _library.load()
+    ids = torch.tensor([1, 2, 1, 3, 19, 19, 0, 9, 9])
+    offsets = torch.tensor([0, 2, 3, 4, 6, 6, 9])
+    return ids, offsets, kernels.dedup(ids, offsets, FEATURES, [10, 20], "error")
+
+
+def check(name: str, *arguments: object) -> None:
+    torch.library.opcheck(getattr(torch.ops.kstep, name).default, arguments)
+
+
+def test_dedup(batch: tuple[torch.Tensor, torch.Tensor, Dedup]) -> None:
+    ids, offsets, _ = batch
+    for mode in range(3):
+        check("dedup", ids, offsets, FEATURES, [10, 20], mode)
+        check("dedup", ids.to(torch.int32), offsets, FEATURES, [10, 20], mode)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pooling", [0, 1])
+def test_pooled(group: RowGroup, batch: tuple[torch.Tensor, torch.Tensor, Dedup], weighted: bool, pooling: int) -> None:
+    ids, offsets, dedup = batch
+    weights = torch.rand(ids.numel(), requires_grad=True) if weighted else None
+    anchor = torch.empty(0, requires_grad=True)
+    check("pooled_lookup", group.handle, anchor, weights, offsets, *dedup[:5], FEATURES, [4, 4], pooling)
+    weights = None if weights is None else weights.detach()
+    grad = torch.rand(2, 12)
+    check("pooled_backward", group.handle, grad, weights, offsets, *dedup[:5], FEATURES, [4, 4], pooling, weighted)
+
+
+def test_sequence(group: RowGroup, batch: tuple[torch.Tensor, torch.Tensor, Dedup]) -> None:
+    ids, offsets, dedup = batch
+    anchor = torch.empty(0, requires_grad=True)
+    check("sequence_lookup", group.handle, anchor, offsets, *dedup[:5], FEATURES, [4, 4])
+    check("sequence_backward", group.handle, torch.rand(ids.numel() * 4), offsets, *dedup[:5], FEATURES, [4, 4])
+
+
+def test_gradients_and_fields(group: RowGroup) -> None:
+    rows, offsets, counts = torch.tensor([1, 5, 2]), torch.tensor([0, 2, 3]), torch.ones(3, dtype=torch.int32)
+    part = (rows, offsets, counts, torch.rand(12))
+    check("merge_row_gradients", *[[column, column] for column in part], [4, 4])
+    check("apply_row_gradients", group.handle, *part)
+    check("read_rows", group.handle, 0, rows[:2], "m", 4, torch.float32)
+    check("write_rows", group.handle, 0, rows[:2], "weight", torch.rand(2, 4))
+    check("prefetch_rows", group.handle, rows, offsets)
+    for kind in range(3):
+        check("initial_values", rows, 7, 1, 3, 5, kind, -0.5, 0.5)
+
+
+def test_every_op_has_a_wrapper_a_fake_kernel_and_a_reference(root: Path) -> None:
+    schemas = (root / "kernels" / "ops" / "kstep_ops.cpp").read_text()
+    registered = set(re.findall(r'm\.impl\("(\w+)"', schemas))
+    assert registered == set(OPS)
+    for name in OPS:
+        wrapper, specification = getattr(kernels, name), getattr(reference, name)
+        assert list(inspect.signature(wrapper).parameters) == list(inspect.signature(specification).parameters), name
+        assert f'"{name}"' in inspect.getsource(fake.register), name

@@ -1,0 +1,52 @@
+"""Layer 1: optimizer specs declare the right records and refuse values without meaning, all at once."""
+
+import pytest
+
+from torchrec_kstep.errors import ConfigError
+from torchrec_kstep.optim_spec import AdamSpec, CowClip, OptimizerSpec, RecordField, RowwiseAdagradSpec, SgdSpec
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        (SgdSpec(lr=0.1), "weight"),
+        (AdamSpec(lr=0.1), "weight m v"),
+        (AdamSpec(lr=0.1, bias_correction="row", touches="count"), "weight m v step touches"),
+        (AdamSpec(lr=0.1, touches="base"), "weight m v touches base"),
+        (RowwiseAdagradSpec(lr=0.1, touches="count"), "weight sum touches"),
+    ],
+)
+def test_the_record_has_what_the_rule_needs(spec: OptimizerSpec, names: str) -> None:
+    fields = spec.record_fields(7)
+    assert " ".join(field.name for field in fields) == names
+    assert fields[0] == RecordField("weight", "f32", 7)
+    widths = {"weight": 7, "m": 7, "v": 7, "base": 7, "step": 1, "touches": 1, "sum": 1}
+    assert all(field.width == widths[field.name] for field in fields)
+    assert all((field.dtype == "i32") == (field.name in ("step", "touches")) for field in fields)
+
+
+def test_all_faults_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        AdamSpec(lr=-1.0, l2=-2.0, betas=(0.9, 1.0), eps=0.0, bias_correction="both", touches="all")  # type: ignore[arg-type]  # the point
+    for part in ("lr is -1.0", "l2 is -2.0", "beta 1.0", "eps is 0.0", "'both'", "'all'"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [{"ratio": 0.0}, {"ratio": float("nan")}, {"zeta": -1.0}, {"zeta": float("inf")}])
+def test_a_clip_without_meaning_is_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="CowClip"):
+        CowClip(**values)
+
+
+def test_kernel_options_name_every_constant() -> None:
+    spec = AdamSpec(lr=0.1, l2=1e-5, clip=CowClip(1.0, 1e-4), betas=(0.8, 0.9), eps=1e-6, bias_correction="row")
+    assert spec.kernel_options() == {
+        "l2": 1e-5,
+        "clip_ratio": 1.0,
+        "clip_zeta": 1e-4,
+        "beta1": 0.8,
+        "beta2": 0.9,
+        "eps": 1e-6,
+        "row_bias": 1.0,
+    }
+    assert SgdSpec(lr=0.1).kernel_options() == {"l2": 0.0}
