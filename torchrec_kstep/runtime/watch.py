@@ -54,7 +54,8 @@ class Watch:
             for signum, handler in self._old_handlers.items():
                 signal.signal(signum, handler)  # type: ignore[arg-type]  # what signal.signal returned before
         os.write(self._wake_write, b"\0")
-        self._thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
