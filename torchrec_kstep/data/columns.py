@@ -107,7 +107,12 @@ def decode(row_groups: Sequence[RowGroup], permutations: Sequence[npt.NDArray[np
 
 
 def _permute(values: npt.NDArray[Any], permutation: npt.NDArray[np.int64] | None, out: npt.NDArray[Any]) -> None:
-    out[:] = values if permutation is None else values.take(permutation)
+    if permutation is None:
+        out[:] = values
+    elif values.dtype == out.dtype:
+        values.take(permutation, out=out, mode="clip")  # any other mode makes numpy go through a buffer; nothing is ever clipped
+    else:
+        out[:] = values.take(permutation)
 
 
 def _refuse_bad_ids(column: SparseColumn, ids: npt.NDArray[np.integer], where: str) -> None:
