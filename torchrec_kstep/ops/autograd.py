@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from torchrec_kstep.ops._errors import kernel_errors
+
 
 def register() -> None:
     """Registers the gradients of the lookups; the library must be loaded."""
@@ -22,9 +24,10 @@ def _save_pooled(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 def _pooled_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     weights, *tensors = ctx.saved_tensors
     needs_weight_grad = weights is not None and ctx.needs_input_grad[2]
-    weight_grad = torch.ops.kstep.pooled_backward(
-        ctx.group, grad, weights, *tensors, ctx.table_of_feature, ctx.table_dims, ctx.pooling, needs_weight_grad
-    )
+    with kernel_errors():
+        weight_grad = torch.ops.kstep.pooled_backward(
+            ctx.group, grad, weights, *tensors, ctx.table_of_feature, ctx.table_dims, ctx.pooling, needs_weight_grad
+        )
     return (None, None, weight_grad if needs_weight_grad else None, *[None] * 9)
 
 
@@ -36,5 +39,6 @@ def _save_sequence(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _sequence_backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
-    torch.ops.kstep.sequence_backward(ctx.group, grad, *ctx.saved_tensors, ctx.table_of_feature, ctx.table_dims)
+    with kernel_errors():
+        torch.ops.kstep.sequence_backward(ctx.group, grad, *ctx.saved_tensors, ctx.table_of_feature, ctx.table_dims)
     return (None,) * 10

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 
 from torchrec_kstep.ops import _library, kernels
+from torchrec_kstep.ops._errors import kernel_errors
 from torchrec_kstep.ops.batch import INIT_CODES, Dedup, OutOfRange, Pooling, RowGradients, TableSpec
 from torchrec_kstep.optim_spec import FieldType, OptimizerSpec, RecordField
 
@@ -48,7 +49,7 @@ class RowGroup:
         self.optimizer = optimizer
         kind = _WEIGHTS_ONLY if optimizer is None else optimizer.kind
         options = {} if optimizer is None else optimizer.kernel_options()
-        with kernels.kernel_errors():
+        with kernel_errors():
             self._native = torch.classes.kstep.RowGroup(source, kind, options)
         self.handle: int = self._native.handle()
         self._anchor = torch.empty(0, requires_grad=True)
@@ -69,13 +70,13 @@ class RowGroup:
             TierFullError: the address space or memory is exhausted.
         """
         _library.load()
-        with kernels.kernel_errors():
+        with kernel_errors():
             source = torch.classes.kstep.RowSource.dram(*table_arguments(tables, optimizer), _LAYOUT_CODES[layout])
         return cls(tables, optimizer, source)
 
     def set_step(self, lr: float, step: int) -> None:
         """Sets the learning rate and the step (from 1) of the updates that follow."""
-        with kernels.kernel_errors():
+        with kernel_errors():
             self._native.set_step(lr, step)
 
     def set_deferred(self, is_deferred: bool) -> None:
@@ -162,18 +163,18 @@ class RowGroup:
 
     def touched_rows(self, table: int) -> torch.Tensor:
         """Returns the rows updated since `clear_touched`, ascending `[n]` int64; needs `touches` in the optimizer's spec."""
-        with kernels.kernel_errors():
+        with kernel_errors():
             rows: torch.Tensor = self._native.touched_rows(table)
         return rows
 
     def clear_touched(self, table: int) -> None:
         """Forgets the touched rows of a table and sets their `touches` to 0."""
-        with kernels.kernel_errors():
+        with kernel_errors():
             self._native.clear_touched(table)
 
     def flush(self) -> None:
         """Makes dirty rows durable where the row source has somewhere to write them."""
-        with kernels.kernel_errors():
+        with kernel_errors():
             self._native.flush()
 
     def counters(self) -> dict[str, dict[str, float]]:
