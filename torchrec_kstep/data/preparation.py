@@ -38,6 +38,11 @@ def prepare(config: DataConfig, *, overwrite: bool = False, progress: Progress |
     mark = fingerprint(sources, options)
     folder = prepared_folder(config)
     if (existing := _find_existing(folder, mark, sources, options, overwrite=overwrite)) is not None:
+        if existing.num_bad_lines > config.max_bad_lines:
+            raise DataError(
+                f"{folder} was prepared with {existing.num_bad_lines} malformed lines left out, "
+                f"but data.max_bad_lines={config.max_bad_lines}: allow them, or repair the raw files and prepare again"
+            )
         return existing
     with staged_folder(folder, overwrite=overwrite) as staging:
         content = run_passes(config, source, staging, progress or _be_silent)
@@ -86,7 +91,6 @@ def _options(config: DataConfig) -> dict[str, Any]:
     options: dict[str, Any] = {
         "name": config.name,
         "encoding": config.encoding,
-        "max_bad_lines": config.max_bad_lines,
         "rows_per_row_group": config.rows_per_row_group,
         "split_seed": config.split_seed,
         "validation_fraction": config.validation_fraction,

@@ -36,8 +36,7 @@ class Teacher:
         total = np.zeros((_NUM_FACTORS, len(dense)))
         squares = np.zeros((_NUM_FACTORS, len(dense)))
         for index, (ids, in_bag) in enumerate(zip(features, is_in_bag, strict=True)):
-            bag_size = in_bag.sum(axis=1)
-            parameters = [np.where(in_bag, part, 0).sum(axis=1) / bag_size for part in self._parameters(index, ids)]
+            parameters = [_mean_over_bag(part, in_bag) for part in self._parameters(index, ids)]
             linear += parameters[0]
             for factor, value in enumerate(parameters[1:]):
                 total[factor] += value
@@ -61,6 +60,13 @@ class Teacher:
         hashes = mix64(np.arange(self.num_dense, dtype=np.uint64), self.seed)
         signs: npt.NDArray[np.float64] = np.where(hashes & np.uint64(1), 1.0, -1.0) / max(1, self.num_dense) ** 0.5
         return signs
+
+
+def _mean_over_bag(values: npt.NDArray[np.float64], is_in_bag: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    if values.shape[1] == 1:
+        return values[:, 0]
+    mean: npt.NDArray[np.float64] = np.where(is_in_bag, values, 0).sum(axis=1) / is_in_bag.sum(axis=1)
+    return mean
 
 
 def expected_auc(probability: npt.NDArray[np.float64]) -> float:

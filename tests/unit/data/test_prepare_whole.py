@@ -54,6 +54,14 @@ def test_other_options_are_refused_unless_overwritten(tmp_path: Path, source: Pa
     assert not leftovers(tmp_path)
 
 
+def test_a_set_with_lines_left_out_is_reused_only_within_the_budget(tmp_path: Path, source: Path) -> None:
+    source.write_text(source.read_text() + "broken\n")
+    first = prepare(criteo_config(source, tmp_path / "set", max_bad_lines=3))
+    assert prepare(criteo_config(source, tmp_path / "set", max_bad_lines=1)) == first
+    with pytest.raises(DataError, match=r"1 malformed lines left out, but data\.max_bad_lines=0"):
+        prepare(criteo_config(source, tmp_path / "set"))
+
+
 def test_a_changed_source_is_refused_in_preparation_and_in_training(tmp_path: Path, source: Path) -> None:
     prepare(criteo_config(source, tmp_path / "set"))
     text = source.read_text()
