@@ -56,15 +56,30 @@ def test_the_python_example_is_short() -> None:
     assert len(body) <= 22
 
 
-@pytest.mark.parametrize("words", commands("bash"), ids=" ".join)
+def starts() -> dict[str, list[str]]:
+    """Lines in fenced blocks of all documents that start the trainer or the preparation; `$` marks a transcript of a fault."""
+    found = {}
+    for document in DOCUMENTS:
+        for block in re.findall(r"^```[^\n]*\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL):
+            for line in block.splitlines():
+                if re.search(r"-m torchrec_kstep\.(train|prepare)\b", line) and not line.startswith("$"):
+                    found[f"{document.name}: {line}"] = shlex.split(line, comments=True)
+    return found
+
+
+@pytest.mark.parametrize("words", starts().values(), ids=starts().keys())
 def test_every_command_line_is_understood(words: list[str]) -> None:
-    if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        return
-    module = words[words.index("-m") + 1]
-    entry, kind = ENTRIES[module]
-    arguments = [word for word in words[words.index("-m") + 2 :] if word not in ("--cfg", "job")]
+    at = words.index("-m") + 1
+    entry, kind = ENTRIES[words[at]]
+    arguments = [word for word in words[at + 1 :] if word not in ("--cfg", "job", "--multirun")]
+    if "--multirun" in words:  # the first of the runs
+        arguments = [word if "[" in word else word.partition(",")[0] for word in arguments]
     assert isinstance(load(kind, entry, arguments), kind)
+
+
+@pytest.mark.parametrize("target", sorted({words[1] for words in commands("bash") if words[0] == "make"}))
+def test_every_make_target_exists(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
