@@ -61,6 +61,8 @@ def _train(job: Job, config: RunConfig) -> int:
     loop = build_loop(config, world, dataset, run_dir)
     try:
         state = resume(loop, run_dir)
+        if world.is_main:  # not before: a start that is refused must leave the run's own record alone
+            load.save(config, run_dir / "config.yaml")
         loop.train(state)
         report = loop.test(state)
         loop.sinks.scalars("end", state.step, {f"{phase}_s": spent for phase, spent in loop.timer.take().items()})
@@ -84,6 +86,7 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
     process_group = dist.GroupMember.WORLD
     assert process_group is not None
     plan = make_plan(task, config.planner, world, sharders, config.train.batch_size, process_group)
+    plan_text = format_plan(plan, find_tables(task))
     dmp = shard_task(task, plan, sharders, world, device)
     optimizer = build_optimizer(dmp, config.optim, config.train.accumulation)
     timer = PhaseTimer()
@@ -95,7 +98,7 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
             config=asdict(config),
             data={"name": config.data.name, "fingerprint": dataset.fingerprint}
             | {f"{split} rows": dataset.num_rows(split) for split in SPLITS},
-            plan=format_plan(plan, find_tables(task)),
+            plan=plan_text,
             resumed_from_step=max(checkpoints.steps(), default=0),
         )
     return Loop(
@@ -174,10 +177,8 @@ def _prepare(config: RunConfig) -> bool:
 
 
 def _enter_run_dir(job: Job, config: RunConfig) -> Path:
-    """Finds the run directory and writes the configuration there."""
+    """Finds the run directory, and changes into it where that was asked for."""
     run_dir = open_run_dir(job, config.run_dir, f"{config.model.name}_{config.data.name}")
-    if job.world.is_main:
-        load.save(config, run_dir / "config.yaml")
     if config.chdir:
         os.chdir(run_dir)
     return run_dir

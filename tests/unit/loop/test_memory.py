@@ -1,6 +1,7 @@
 """Layer: loop, one rank. Goal: steps, evaluations and checkpoints leave nothing behind: memory and open files stay flat."""
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,13 @@ MIB = 1 << 20
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with one_rank_group() as alone:
-        yield alone
+    """One rank, with logging off: pytest would keep every record of `torch.distributed.checkpoint`, which looks like a leak."""
+    logging.disable(logging.CRITICAL)
+    try:
+        with one_rank_group() as alone:
+            yield alone
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 class Forgetful(TinyDataset):
@@ -58,16 +64,15 @@ def assert_flat(memory: list[float], files: list[int], warm: int) -> None:
     assert max(files[warm:]) <= files[warm], files
 
 
-@pytest.mark.parametrize("pipeline", ["sparse_dist", "plain"])
-def test_memory_and_open_files_are_flat_over_250_steps(world: World, tmp_path: Path, pipeline: str) -> None:
-    memory, files = resident_mib(world, tmp_path, 25, train__pipeline=pipeline)
-    assert_flat(memory, files, warm=8)
+def test_memory_and_open_files_are_flat_over_150_steps(world: World, tmp_path: Path) -> None:
+    memory, files = resident_mib(world, tmp_path, 15)
+    assert_flat(memory, files, warm=6)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("kernel", ["dense", "fused"])
-def test_memory_and_open_files_are_flat_over_2000_steps(world: World, tmp_path: Path, kernel: str) -> None:
-    embedding = "adam" if kernel == "dense" else "rowwise_adagrad"
-    memory, files = resident_mib(world, tmp_path, 200, planner__kernel=kernel, optim__embedding=embedding)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("kernel", "embedding", "pipeline"), [("dense", "adam", "sparse_dist"), ("fused", "adagrad", "plain")])
+def test_memory_and_open_files_are_flat_over_2000_steps(world: World, tmp_path: Path, kernel: str, embedding: str, pipeline: str) -> None:
+    changes = {"planner__kernel": kernel, "optim__embedding": embedding, "train__pipeline": pipeline}
+    memory, files = resident_mib(world, tmp_path, 200, **changes)
     assert_flat(memory, files, warm=20)
