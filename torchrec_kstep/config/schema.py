@@ -116,6 +116,7 @@ class MetricsConfig:
     """Where numbers go."""
 
     tensorboard: bool = True  # write TensorBoard events into the run directory
+    report: bool = True  # write report.html into the run directory at the end
     progress: str = "auto"  # auto | bar | lines | none: a bar on a terminal, lines elsewhere
 
 

@@ -1,0 +1,96 @@
+"""What a run directory says about its run."""
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrec_kstep.errors import DataError
+from torchrec_kstep.report.facts import FACTS_NAME
+
+METRICS_NAME = "metrics.jsonl"
+STEP_PHASES = ("data_wait", "forward_backward", "optimizer")
+PHASES = (*STEP_PHASES, "evaluation", "checkpoint")
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        name: name of its folder.
+        events: records of `metrics.jsonl`, in order.
+        facts: content of `run.json`; empty for a run that was stopped before it was written.
+    """
+
+    name: str
+    events: list[dict[str, Any]]
+    facts: dict[str, Any]
+
+    def curve(self, event: str, value: str) -> Points:
+        """Returns (step, value) of every record of an event that has the value; values that were not finite are left out."""
+        return [(record["step"], record[value]) for record in self.events if record["event"] == event and record.get(value) is not None]
+
+    @property
+    def test(self) -> dict[str, float]:
+        """The test report, empty if the run did not get there."""
+        return next((record for record in reversed(self.events) if record["event"] == "test"), {})
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps taken."""
+        return max((record["step"] for record in self.events if record["event"] == "train"), default=0)
+
+    @property
+    def best_validation_auc(self) -> float | None:
+        """The highest AUC on validation."""
+        return max((auc for _, auc in self.curve("validation", "auc")), default=None)
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """Median throughput of training."""
+        rates = [rate for _, rate in self.curve("train", "rows_per_s")]
+        return statistics.median(rates) if rates else None
+
+    def seconds_per_phase(self) -> dict[str, float]:
+        """Returns seconds of the training loop by phase, over all records."""
+        timed = [record for record in self.events if record["event"] in ("train", "end")]
+        return {phase: sum(record.get(f"{phase}_s") or 0.0 for record in timed) for phase in PHASES}
+
+    def config(self) -> dict[str, str]:
+        """Returns the configuration as dotted keys, values as text."""
+        return _flat(self.facts.get("config", {}))
+
+
+def read_run(folder: Path) -> Run:
+    """Reads a run directory; a last line cut short, as a killed run leaves it, is ignored.
+
+    Raises:
+        DataError: the folder holds no run, or a record is damaged.
+    """
+    path = folder / METRICS_NAME
+    if not path.is_file():
+        raise DataError(f"{folder} is no run directory: expected {METRICS_NAME} in it; `train` names its run directory on its first line")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    events = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise DataError(f"{path}:{number}: expected a JSON object, got {line[:60]!r}") from None
+    facts = folder / FACTS_NAME
+    return Run(folder.resolve().name, events, json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {})
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    leaves: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            leaves |= _flat(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
+    return leaves
