@@ -3,6 +3,7 @@
 Each test starts its ranks once and checks several things in them, because starting is what costs.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,36 @@ def test_metrics_over_uneven_ranks_are_those_of_one_process_bit_for_bit(spawn_ra
     alone = CTRMetrics()
     alone.update(Predictions(logit, label, torch.ones(110)))
     assert spawn_ranks(_metrics_of_share, 3, args=(logit, label)) == [alone.compute()] * 3
+
+
+def _losses(world: World, folder: Path) -> dict[str, list[float]]:
+    """The loss of each of 50 steps of 64 rows, per sharding."""
+    found = {}
+    for sharding in ("row_wise", "table_wise", "data_parallel"):
+        config = tiny_config(
+            planner__sharding=sharding,
+            train__batch_size=64 // world.world_size,
+            train__epochs=10,
+            train__eval_every_epochs=10,
+            train__log_every_steps=1,
+            model__dropout=0.0,
+        )
+        run_dir = folder / f"{sharding}_of_{world.world_size}"
+        _, state = finish(config, world, TinyDataset(num_train=300), run_dir)
+        assert state.step == 50
+        if world.is_main:
+            lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+            found[sharding] = [line["loss"] for line in lines if line["event"] == "train"]
+            assert len(found[sharding]) == 50
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_fifty_steps_give_the_losses_of_one_rank(spawn_ranks: SpawnRanks, tmp_path: Path, world_size: int) -> None:
+    with one_rank_group() as world:
+        alone = _losses(world, tmp_path)
+    together = spawn_ranks(_losses, world_size, args=(tmp_path,), timeout_s=280)[0]
+    for sharding, losses in alone.items():
+        assert together[sharding] == pytest.approx(losses, abs=1e-5), sharding
