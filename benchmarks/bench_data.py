@@ -160,9 +160,12 @@ def child(mode: str, source: str, target: str) -> None:
     begin_s = time.perf_counter()
     if mode == "pyarrow":
         names = [name for name, _ in FORMAT.columns]
-        with pyarrow.csv.open_csv(
-            source, pyarrow.csv.ReadOptions(column_names=names), pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False)
-        ) as reader, pq.ParquetWriter(target, reader.schema) as writer:
+        with (
+            pyarrow.csv.open_csv(
+                source, pyarrow.csv.ReadOptions(column_names=names), pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False)
+            ) as reader,
+            pq.ParquetWriter(target, reader.schema) as writer,
+        ):
             for batch in reader:
                 writer.write_batch(batch)
     else:
