@@ -214,6 +214,19 @@ class Hosts:
         """
         return _run("ip", "netns", "exec", self.namespace(host), *command, deadline_s=deadline_s)
 
+    @contextmanager
+    def listening(self, host: int, port: int) -> Iterator[int]:
+        """Holds a TCP port inside a host, as another program would; yields the holder's process id."""
+        code = f"import socket, time; server = socket.create_server(('', {port})); print('ready', flush=True); time.sleep(3600)"
+        command = ["ip", "netns", "exec", self.namespace(host), sys.executable, "-c", code]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=_die_with_parent) as holder:
+            try:
+                if holder.stdout is None or holder.stdout.readline() != "ready\n":
+                    raise HostsError(f"port {port} of host {host} cannot be held")
+                yield holder.pid
+            finally:
+                holder.kill()
+
     def stop(self) -> None:
         """Ends everything that runs inside the hosts."""
         for agent in self._agents:

@@ -8,8 +8,6 @@ hosts, and some wait for a deadline on purpose.
 
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,15 +45,9 @@ def test_a_wrong_address() -> None:
 
 
 def test_a_busy_port() -> None:
-    with hosts(2, 1) as cluster:
-        code = f"import socket, time; s = socket.create_server(('', {RENDEZVOUS_PORT})); time.sleep(300)"
-        holder = subprocess.Popen(["ip", "netns", "exec", cluster.namespace(0), sys.executable, "-c", code])
-        try:
-            result = fails(cluster, TRAIN)
-        finally:
-            holder.kill()
-            holder.wait()
-    assert f"port {RENDEZVOUS_PORT} of this host ({socket.gethostname()}) is taken by python" in line(result.agent_output[0])
+    with hosts(2, 1) as cluster, cluster.listening(0, RENDEZVOUS_PORT) as holder:
+        result = fails(cluster, TRAIN)
+    assert f"port {RENDEZVOUS_PORT} of this host ({socket.gethostname()}) is taken by python (pid {holder})" in line(result.agent_output[0])
     assert f"cannot reach 10.77.0.1:{RENDEZVOUS_PORT}" in line(result.agent_output[1])
     assert "no rendezvous store" in line(result.agent_output[1])
 

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchrec_kstep.config.schema import DistributedConfig
 from torchrec_kstep.errors import RankFailure
 from torchrec_kstep.runtime import failure
+from torchrec_kstep.runtime.attempt import clean_store
 from torchrec_kstep.runtime.failure import Failure
 from torchrec_kstep.runtime.watch import POLL_S, Watch
 from torchrec_kstep.world import World
@@ -234,4 +235,4 @@ def _meet(world: World, timeout: timedelta) -> Store:
             f"{error}; start all ranks with torchrun, which sets MASTER_ADDR and MASTER_PORT"
         ) from None
     assert isinstance(store, Store)
-    return store
+    return clean_store(store, world, timeout.total_seconds())
