@@ -64,7 +64,7 @@ class RowStoreBackend : public Backend {
   Status read(const std::vector<std::uint64_t>& rows, const std::vector<std::byte*>& payloads) override {
     TableState* table = store_->table(0);
     reads_.clear();
-    for (std::size_t i = 0; i < rows.size(); ++i) reads_.push_back({table, rows[i], payloads[i]});
+    for (std::size_t i = 0; i < rows.size(); ++i) reads_.push_back({kNoSlot, table, rows[i], payloads[i]});
     return store_->read(reads_.data(), reads_.size());
   }
 

@@ -69,9 +69,9 @@ struct StoreContext {
   }
 };
 
-// A row wanted from the log. `slot` must be what the index says now.
+// A row wanted from the log. Where it lies is looked up by read() itself: any append or cleaning in between may move it.
 struct ReadRow {
-  std::uint32_t slot = kNoSlot;
+  std::uint32_t slot = kNoSlot;  // set by read(), whatever it was
   TableState* table = nullptr;
   std::uint64_t row = 0;
   std::byte* payload_out = nullptr;
@@ -131,7 +131,7 @@ class RowLog {
 
   // --- row_log_read.cpp --------------------------------------------------------------------------
   // Copies payloads of `num_rows` rows, in any order, verifying each record's checksum and identity.
-  // Reorders `rows`. On failure the outputs are unspecified.
+  // REQUIRES: every row is in the index. On failure the outputs are unspecified.
   Status read(ReadRow* rows, std::size_t num_rows);
   // Registers a sealed segment file found under the roots and adds its records to the indexes
   // ("newest epoch wins"). `epochs` carries epochs between the calls of one load.

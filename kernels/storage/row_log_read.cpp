@@ -38,6 +38,10 @@ Status RowLog::check_record(const ReadRow& row, const std::byte* record) const {
 Status RowLog::read(ReadRow* rows, std::size_t num_rows) {
   order_.clear();
   for (std::size_t i = 0; i < num_rows; ++i) {
+    rows[i].slot = rows[i].table->index.find(rows[i].row);
+    if (rows[i].slot == kNoSlot) {
+      return Status::not_found("table '" + rows[i].table->spec.name + "'", "row " + std::to_string(rows[i].row) + " was never written");
+    }
     const std::uint32_t ordinal = ordinal_of(rows[i].slot);
     const std::byte* record = find_in_memory(ordinal, layout_.offset_of(rows[i].slot - first_slot(ordinal)));
     ++rows[i].table->io.rows_read;

@@ -103,6 +103,8 @@ void FaultyEnv::set_read_delay_us(std::uint32_t microseconds) {
 void FaultyEnv::crash(double keep_share, std::uint64_t seed) {
   std::lock_guard<std::mutex> guard(mutex_);
   std::mt19937_64 rng(seed);
+  if (frozen_root_ != nullptr) root_ = std::move(frozen_root_);
+  frozen_root_ = nullptr;
   crash_node(root_, keep_share, &rng);
   freeze_at_ = UINT64_MAX;
   locked_.clear();
@@ -218,7 +220,27 @@ Status FaultyEnv::write(Node* node, const std::string& path, std::uint64_t offse
   return {};
 }
 
-bool FaultyEnv::take_sync() { return num_syncs_++ < freeze_at_; }
+bool FaultyEnv::take_sync() {
+  if (num_syncs_ == freeze_at_) {
+    std::map<Node*, NodePtr> copies;
+    frozen_root_ = copy_tree(root_, &copies);
+  }
+  return num_syncs_++ < freeze_at_;
+}
+
+// Hard links stay links: a node that is met again is the same copy.
+FaultyEnv::NodePtr FaultyEnv::copy_tree(const NodePtr& node, std::map<Node*, NodePtr>* copies) const {
+  NodePtr& copy = (*copies)[node.get()];
+  if (copy != nullptr) return copy;
+  copy = std::make_shared<Node>();
+  const NodePtr result = copy;  // the map may move its entries while names are copied
+  result->is_dir = node->is_dir;
+  result->seen = node->seen;
+  result->durable = node->durable;
+  for (const auto& item : node->seen_names) result->seen_names[item.first] = copy_tree(item.second, copies);
+  for (const auto& item : node->durable_names) result->durable_names[item.first] = copy_tree(item.second, copies);
+  return result;
+}
 
 Status FaultyEnv::sync(Node* node, const std::string& path) {
   std::lock_guard<std::mutex> guard(mutex_);

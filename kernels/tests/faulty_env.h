@@ -32,7 +32,7 @@ class FaultyEnv : public Env {
   void clear_faults();
   // Writes beyond this many bytes in all files fail with NoSpace. 0: no limit.
   void set_capacity_bytes(std::uint64_t bytes);
-  // From the `nth` sync on, syncs say ok and make nothing durable.
+  // The power fails just before the `nth` next sync takes effect: the run goes on, and crash() returns to that moment.
   void freeze_after_syncs(std::uint64_t nth);
   void shorten_read(std::uint64_t nth);
   void flip_bit_in_read(std::uint64_t nth);
@@ -84,9 +84,11 @@ class FaultyEnv : public Env {
   Status write(Node* node, const std::string& path, std::uint64_t offset, const void* buffer, std::size_t n);
   Status sync(Node* node, const std::string& path);
   bool take_sync();
+  NodePtr copy_tree(const NodePtr& node, std::map<Node*, NodePtr>* copies) const;
 
   mutable std::mutex mutex_;
   NodePtr root_;
+  NodePtr frozen_root_;  // the tree when the power failed
   std::map<Op, Fault> faults_;
   std::map<Op, std::uint64_t> num_ops_;
   std::set<std::string> locked_;

@@ -187,12 +187,11 @@ TieredRows::Scan TieredRows::scan(Job* job, Status* status) {
       if (room != Scan::Done) return room;
       cache.insert(slot, key);
       cache.announce(slot, cache.announced_batch(key));
-      const std::uint32_t record = table->index.find(row);
-      if (record == kNoSlot) {
+      if (table->index.find(row) == kNoSlot) {
         fill_initial_row(table->spec, row, cache.payload(slot));
         ++counters.first_touches_rows;
       } else {
-        cache_class.misses.push_back({record, table, row, cache.payload(slot)});
+        cache_class.misses.push_back({kNoSlot, table, row, cache.payload(slot)});
         cache_class.miss_slots.push_back(slot);
         ++num_misses_;
         ++counters.misses_rows;
