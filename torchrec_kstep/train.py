@@ -50,6 +50,7 @@ def train(config: RunConfig) -> int:
 def _train(job: Job, config: RunConfig) -> int:
     """From configuration to test AUC on one rank."""
     world = job.world
+    torch.set_num_threads(config.train.num_threads)
     check_start(job.store, world, config, config.distributed.start_timeout_s)
     run_dir = _enter_run_dir(job, config)
     job.share("prepared", lambda: _prepare(config), timeout_s=config.distributed.prepare_timeout_s)

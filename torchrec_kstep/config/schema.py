@@ -100,6 +100,7 @@ class TrainConfig:
     log_every_steps: int = 50  # steps between log lines
     pipeline: str = "sparse_dist"  # sparse_dist | base | plain: TorchRec's train pipelines, or none
     device: str = "cpu"  # cpu | cuda
+    num_threads: int = 1  # CPU threads of a rank for computing, as torchrun sets it; small batches gain nothing from more
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "train.eval_every_epochs": AT_LEAST_ONE,
     "train.early_stop_patience": ANY_COUNT,
     "train.log_every_steps": AT_LEAST_ONE,
+    "train.num_threads": AT_LEAST_ONE,
     "checkpoint.every_steps": ANY_COUNT,
     "checkpoint.keep": AT_LEAST_ONE,
     "distributed.timeout_s": POSITIVE,
