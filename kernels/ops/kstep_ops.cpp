@@ -11,6 +11,7 @@
 #include "compute/initial_values.h"
 #include "ops/buffer_pool.h"
 #include "ops/row_group.h"
+#include "ops/tiered_source.h"
 #include "tier/dram_rows.h"
 
 namespace kstep {
@@ -372,6 +373,8 @@ TORCH_LIBRARY(kstep, m) {
       .def("clear_touched", &RowGroup::clear_touched)
       .def("flush", &RowGroup::flush)
       .def("counters", &RowGroup::counters);
+  register_tiered(m);
+  register_snapshot_tools(m);
   m.def("select_isa(str isa) -> str", &choose_isa);
   m.def(
       "dedup(Tensor ids, Tensor offsets, int[] table_of_feature, int[] num_rows, int out_of_range) -> (Tensor unique_rows, "

@@ -33,6 +33,7 @@ Json encode_table(const TableSpec& table) {
   json.set("name", Json::string(table.name));
   json.set("num_rows", wide(table.num_rows));
   json.set("dim", Json::number(std::uint64_t{table.dim}));
+  json.set("first_column", Json::number(std::uint64_t{table.first_column}));
   json.set("seed", wide(table.seed));
   Json init = Json::object();
   init.set("kind", Json::string(init_name(table.init.kind)));
@@ -56,6 +57,7 @@ Status decode_table(const Json& json, TableSpec* out) {
   KSTEP_RETURN_IF_ERROR(json.get_string("name", &out->name));
   KSTEP_RETURN_IF_ERROR(json.get_u64("num_rows", &out->num_rows));
   KSTEP_RETURN_IF_ERROR(json.get_u32("dim", &out->dim));
+  KSTEP_RETURN_IF_ERROR(json.get_u32("first_column", &out->first_column));
   KSTEP_RETURN_IF_ERROR(json.get_u64("seed", &out->seed));
   const Json* init = nullptr;
   std::string kind;
@@ -210,6 +212,9 @@ Status check_same_table(const TableSpec& wanted, const TableSpec& found) {
   }
   if (wanted.num_rows != found.num_rows) return differs("num_rows", std::to_string(wanted.num_rows), std::to_string(found.num_rows));
   if (wanted.table_id != found.table_id) return differs("table_id", std::to_string(wanted.table_id), std::to_string(found.table_id));
+  if (wanted.first_column != found.first_column) {
+    return differs("first_column", std::to_string(wanted.first_column), std::to_string(found.first_column));
+  }
   if (wanted.seed != found.seed) return differs("seed", std::to_string(wanted.seed), std::to_string(found.seed));
   if (!(wanted.init == found.init)) return differs("the initial value", init_name(wanted.init.kind), init_name(found.init.kind));
   return {};
