@@ -6,7 +6,9 @@
 namespace kstep {
 namespace {
 
-constexpr std::uint64_t kPieceBytes = 256u << 10;
+constexpr std::uint64_t kMinPieceBytes = 128u << 10;  // small stores go in small steps, to stay near their bound
+constexpr std::uint64_t kMaxPieceBytes = 1u << 20;
+constexpr std::uint64_t kLiveShareOfPiece = 64;
 constexpr double kStartShare = 0.6;   // cleaning starts when this share of the spare space is used,
 constexpr double kBoundShare = 0.96;  // and reaches pressure 1 here, leaving room for open segments
 constexpr double kGain = 4.0;         // victim bytes read per appended byte at pressure 1
@@ -26,15 +28,21 @@ double Cleaner::pressure() const {
   return (used - kStartShare) / (kBoundShare - kStartShare);
 }
 
+std::uint64_t Cleaner::piece_bytes() const {
+  return std::clamp(log_->live_unit_bytes() / kLiveShareOfPiece, kMinPieceBytes, kMaxPieceBytes);
+}
+
 Status Cleaner::after_append(std::uint64_t appended_bytes) {
   bool did_work = true;
   KSTEP_RETURN_IF_ERROR(remove_empty(&did_work));
   const double gain = std::clamp(kGain * pressure(), 0.0, kMaxGain);
-  credit_bytes_ = std::min(credit_bytes_ + gain * static_cast<double>(appended_bytes), kMaxGain * static_cast<double>(appended_bytes) + kPieceBytes);
-  while (credit_bytes_ >= static_cast<double>(kPieceBytes) && pressure() > 0) {
+  const auto appended = static_cast<double>(appended_bytes);
+  const auto piece = static_cast<double>(piece_bytes());
+  credit_bytes_ = std::min(credit_bytes_ + gain * appended, kMaxGain * appended + piece);
+  while (credit_bytes_ >= piece && pressure() > 0) {
     KSTEP_RETURN_IF_ERROR(step(&did_work));
     if (!did_work) credit_bytes_ = 0;
-    credit_bytes_ -= static_cast<double>(kPieceBytes);
+    credit_bytes_ -= piece;
   }
   return {};
 }
@@ -90,7 +98,7 @@ Status Cleaner::clean_piece() {
   const RecordLayout& layout = log_->layout();
   const Segment& segment = log_->segments()[victim_];
   const std::uint32_t num_units = layout.units_for(segment.num_records);
-  const auto piece_units = static_cast<std::uint32_t>(std::max<std::uint64_t>(1, kPieceBytes / layout.unit_bytes));
+  const auto piece_units = static_cast<std::uint32_t>(std::max<std::uint64_t>(1, piece_bytes() / layout.unit_bytes));
   const std::uint32_t count = std::min(piece_units, num_units - next_unit_);
   const std::size_t num_bytes = std::size_t{count} * layout.unit_bytes;
   if (piece_.size() < num_bytes) piece_ = AlignedBuffer(std::size_t{piece_units} * layout.unit_bytes);

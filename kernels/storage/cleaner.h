@@ -26,6 +26,7 @@ class Cleaner {
   Status step(bool* did_work);
 
  private:
+  std::uint64_t piece_bytes() const;
   bool choose_victim();
   Status clean_piece();
   Status remove_empty(bool* did_work);
