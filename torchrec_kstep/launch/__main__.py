@@ -72,7 +72,7 @@ def meet_hosts(args: argparse.Namespace) -> Meeting | None:
         min_hosts, max_hosts = parse_min_max_nnodes(args.nnodes)
     except (RuntimeError, ValueError):
         raise ConfigError(f"--nnodes {args.nnodes}: expected a number of hosts or MIN:MAX") from None
-    node_rank, args.node_rank = args.node_rank, args.node_rank or 0
+    node_rank, args.node_rank = args.node_rank, 0  # torchrun uses it with a static rendezvous only, and warns
     if max_hosts == 1 or args.standalone:
         return None
     host, port = _endpoint(args)
