@@ -321,6 +321,16 @@ def test_pending_gradients_are_not_lost_silently() -> None:
     group.set_deferred(False)
 
 
+def test_nothing_pending_is_an_update_of_no_row() -> None:
+    group = numbered(5)
+    group.set_deferred(True)
+    gradients = group.take_pending()
+    assert [gradients.unique_rows.numel(), gradients.counts.numel(), gradients.grads.numel()] == [0, 0, 0]
+    before = group.read(0, torch.arange(5))
+    group.apply(gradients)
+    assert torch.equal(group.read(0, torch.arange(5)), before)
+
+
 def test_a_backward_after_the_group_is_gone_says_so() -> None:
     group = numbered(5)
     out = group.pooled(*bags([1]), [0])
