@@ -154,7 +154,8 @@ class TieredTables(RowGroup):
             note: kept with the snapshot and returned by `Snapshot.note`.
 
         Raises:
-            StorageError: a name is taken or malformed, gradients are pending, or the medium fails; earlier snapshots stay good.
+            ConfigError: the name is taken or malformed.
+            StorageError: gradients are pending, or the medium fails; earlier snapshots stay good.
         """
         if self.num_pending:
             raise StorageError(
