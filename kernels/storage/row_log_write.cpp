@@ -276,6 +276,13 @@ Status RowLog::retry_failed_writes() {
     KSTEP_RETURN_IF_ERROR(acquire(segment, &file));
     Status status = file->write_at(buffer->file_offset, buffer->memory.data(), buffer->num_bytes);
     release(segment);
+    if (status.kind == StatusKind::NoSpace) {
+      std::uint64_t free_bytes = 0;
+      if (context_->env->free_bytes(folder(segment.path), &free_bytes).ok()) {
+        status.detail += "; " + std::to_string(buffer->num_bytes) + " bytes are needed, " + std::to_string(free_bytes) + " are free";
+      }
+      status.detail += "; delete snapshots or other files, then repeat";
+    }
     KSTEP_RETURN_IF_ERROR(status);
     context_->bytes_written += buffer->num_bytes;
     buffer->state = WriteBuffer::State::Idle;

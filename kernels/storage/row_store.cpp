@@ -76,7 +76,14 @@ Status RowStore::open(StoreOptions options, std::unique_ptr<RowStore>* out) {
   if (!opts.restore_snapshot.empty()) {
     Manifest manifest;
     KSTEP_RETURN_IF_ERROR(store->catalog_.read(opts.restore_snapshot, &manifest));  // says what is wrong with it
-    restored = &store->manifests_.at(opts.restore_snapshot);
+    const auto found = store->manifests_.find(opts.restore_snapshot);
+    if (found == store->manifests_.end()) {
+      return Status::invalid("snapshot '" + opts.restore_snapshot + "'", "is of store " + store_id_text(manifest.store_id) + " on " +
+                                                                             std::to_string(manifest.num_paths) + " paths, this store is " +
+                                                                             store_id_text(context.store_id) + " on " +
+                                                                             std::to_string(opts.paths.size()));
+    }
+    restored = &found->second;
   }
   KSTEP_RETURN_IF_ERROR(store->make_tables(restored));
   KSTEP_RETURN_IF_ERROR(store->make_live_folders());

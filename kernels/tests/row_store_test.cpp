@@ -405,6 +405,25 @@ TEST(RowStore, RefusesASecondOwnerAnotherSchemaAndOtherPathsByName) {
   EXPECT_TRUE(check_all(second.get(), model).ok());
 }
 
+// A snapshot folder copied in from another store is not restored by accident, nor does it stop this one.
+TEST(RowStore, RefusesASnapshotOfAnotherStore) {
+  FaultyEnv env;
+  std::unique_ptr<RowStore> store;
+  ASSERT_TRUE(RowStore::open(make_options(&env, {"/a"}), &store).ok());
+  ASSERT_TRUE(store->snapshot("s", "").ok());
+  store.reset();
+  StoreOptions options = make_options(&env, {"/b"});
+  ASSERT_TRUE(RowStore::open(options, &store).ok());
+  store.reset();
+  ASSERT_TRUE(env.rename("/a/snapshots/s", "/b/snapshots/s").ok());
+  options.restore_snapshot = "s";
+  const Status status = RowStore::open(options, &store);
+  EXPECT_EQ(status.kind, StatusKind::InvalidArgument) << status.message();
+  options.restore_snapshot.clear();
+  ASSERT_TRUE(RowStore::open(options, &store).ok());
+  EXPECT_EQ(store->damaged_snapshots(), std::vector<std::string>{"s"});
+}
+
 TEST(RowStore, RefusesANewerFormatVersion) {
   FaultyEnv env;
   ASSERT_TRUE(env.make_dir("/a").ok());
@@ -470,6 +489,7 @@ TEST(RowStore, SurvivesAFullDrive) {
     status = write_rows(store.get(), &model, keys, 2);
   }
   ASSERT_EQ(status.kind, StatusKind::NoSpace) << status.message();
+  EXPECT_NE(status.message().find("are free"), std::string::npos) << status.message();
   ASSERT_FALSE(store->snapshot("bad", "").ok());
   EXPECT_TRUE(check_all(store.get(), model).ok());
   env.clear_faults();
