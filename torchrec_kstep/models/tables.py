@@ -37,7 +37,7 @@ class NormalInit:
             weight.copy_(torch.empty(weight.shape, dtype=torch.float32).normal_(0.0, self.std, generator=generator))
 
 
-def _zero_init(weight: torch.Tensor) -> None:
+def zero_init(weight: torch.Tensor) -> None:
     """Writes zeros into `weight` in place."""
     if not weight.is_meta:
         with torch.no_grad():
@@ -118,7 +118,7 @@ def wide_tables(schema: FeatureSchema, pooling: str, device: torch.device) -> Em
                 num_embeddings=feature.num_rows,
                 embedding_dim=WIDE_DIM,
                 pooling=_POOLING[pooling],
-                init_fn=_zero_init,
+                init_fn=zero_init,
             )
             for feature in schema.sparse
         ],

@@ -1,8 +1,17 @@
-"""Sharders and compute kernels of TorchRec, and the names of FBGEMM's fused optimizers."""
+"""Sharders and sharded modules of TorchRec, and the names of FBGEMM's fused optimizers."""
 
-# The sharder to derive from, and the module type it makes: `torchrec.distributed.embeddingbag` exports neither.
+# The sharders to derive from, and the module types they make: `torchrec.distributed` exports neither.
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 
-__all__ = ["EmbOptimType", "EmbeddingBagCollectionSharder", "EmbeddingComputeKernel", "ShardedEmbeddingBagCollection"]
+__all__ = [
+    "EmbOptimType",
+    "EmbeddingBagCollectionContext",
+    "EmbeddingBagCollectionSharder",
+    "EmbeddingCollectionSharder",
+    "EmbeddingComputeKernel",
+    "ShardedEmbeddingBagCollection",
+    "ShardedEmbeddingCollection",
+]

@@ -1,0 +1,5 @@
+"""Embedding tables in tiers, as TorchRec's `DistributedModelParallel` takes them. See docs/tiered_tables.md."""
+
+from torchrec_kstep.sharding.tiered.sharder import TieredEmbeddingBagCollectionSharder
+
+__all__ = ["TieredEmbeddingBagCollectionSharder"]

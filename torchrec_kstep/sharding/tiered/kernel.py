@@ -1,0 +1,124 @@
+"""The compute kernels: the lookups of tables in a row group, as TorchRec's grouped lookups call them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_kstep.ops.batch import Dedup
+from torchrec_kstep.ops.row_group import RowGroup
+from torchrec_kstep.sharding.tiered.optimizer import TieredOptimizer
+from torchrec_kstep.sharding.tiered.shards import TableShard
+from torchrec_kstep.torchrec_seam.kernel import BaseEmbedding, GroupedEmbeddingConfig
+from torchrec_kstep.torchrec_seam.optim import DeferredUpdate, EmptyFusedOptimizer, FusedOptimizerModule
+
+
+class TieredKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]  # torchrec has no type information
+    """Tables of one group on this rank. It has no parameters: rows live in the row group, and nothing of torch moves them.
+
+    The parameter that TorchRec wants to see of each table is empty. It stands for the table in names and in what must be
+    kept away from dense optimizers; values are in `state_dict`.
+    """
+
+    def __init__(
+        self, config: GroupedEmbeddingConfig, group: RowGroup, shards: Sequence[TableShard], optimizer: TieredOptimizer, is_deferred: bool
+    ) -> None:
+        """Takes a row group whose tables are those of `config`, in its order."""
+        super().__init__()
+        self._config = config
+        self._optimizer = optimizer
+        self.group = group
+        self.shards = tuple(shards)
+        update = DeferredUpdate() if is_deferred else EmptyFusedOptimizer()
+        self._stand_ins = {shard.table: stand_in(update) for shard in shards}
+        self._table_of_feature = [index for index, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
+        first_rows = [shards[index].first_row for index in self._table_of_feature]
+        self._first_row_of_feature = torch.tensor(first_rows) if any(first_rows) else None
+
+    @property
+    def config(self) -> GroupedEmbeddingConfig:
+        """TorchRec's description of the tables."""
+        return self._config
+
+    @property
+    def fused_optimizer(self) -> TieredOptimizer:
+        """The optimizer of these tables."""
+        return self._optimizer
+
+    def dedup(self, features: KeyedJaggedTensor) -> tuple[Dedup, torch.Tensor]:
+        """Sorts the ids of features, in the order of `config`, into rows of the tables.
+
+        Returns:
+            The rows, and the bags' offsets `[F * B + 1]` int64.
+        """
+        offsets = features.offsets().to(torch.int64)
+        ids = features.values()
+        if self._first_row_of_feature is not None and ids.numel():
+            bounds = offsets[:: (offsets.numel() - 1) // len(self._table_of_feature)]
+            ids = ids + torch.repeat_interleave(self._first_row_of_feature, bounds.diff()).to(ids.dtype)
+        return self.group.dedup(ids.contiguous(), offsets.contiguous(), self._table_of_feature), offsets
+
+    def prefetch(self, features: KeyedJaggedTensor) -> None:
+        """Says that these features will be looked up soon; never changes a result."""
+        self.group.prefetch(self.dedup(features)[0])
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the stand-in of each table."""
+        del recurse, remove_duplicate
+        for table, parameter in self._stand_ins.items():
+            yield (f"{prefix}.{table}.weight" if prefix else f"{table}.weight"), parameter
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields each table's name and stand-in."""
+        yield from self._stand_ins.items()
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """There are none."""
+        del prefix, recurse, remove_duplicate
+        yield from ()
+
+    def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """Adds nothing: the sharded collection shows the tables."""
+        del prefix, keep_vars
+        return {} if destination is None else destination
+
+    def flush(self) -> None:
+        """Nothing to do before state is read: it is read through the cache."""
+
+    def purge(self) -> None:
+        """Nothing to do before state is written: it is written through the cache."""
+
+
+class TieredBagKernel(TieredKernel):
+    """Pooled lookups."""
+
+    def __init__(self, *args: Any, is_row_sharded: bool, **options: Any) -> None:
+        """`is_row_sharded`: a bag's ids are spread over ranks, so only sums are taken here and the collection averages."""
+        super().__init__(*args, **options)
+        is_mean = self._config.pooling == PoolingType.MEAN and not is_row_sharded
+        self._pooling: Any = "mean" if is_mean else "sum"
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Returns `[B, sum of the features' dims]` float32."""
+        batch, offsets = self.dedup(features)
+        weights = features.weights().float().contiguous() if self._config.is_weighted else None
+        return self.group.pooled_of(batch, offsets, self._table_of_feature, weights, self._pooling)
+
+
+class TieredSequenceKernel(TieredKernel):
+    """Lookups without pooling."""
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Returns the rows of all ids, flat float32, feature after feature."""
+        batch, offsets = self.dedup(features)
+        return self.group.sequence_of(batch, offsets, self._table_of_feature)
+
+
+def stand_in(update: EmptyFusedOptimizer) -> nn.Parameter:
+    """Makes the empty parameter that stands for a table; `update` tells optimizers who updates it."""
+    parameter = nn.Parameter(torch.empty(0))
+    parameter._in_backward_optimizers = [update]  # type: ignore[attr-defined]  # the mark that torch and TorchRec look at
+    return parameter

@@ -1,0 +1,90 @@
+"""The optimizer of the tables of one kernel, as TorchRec sees it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchrec_kstep.ops.row_group import RowGroup
+from torchrec_kstep.optim_spec import OptimizerSpec
+from torchrec_kstep.sharding.tiered.shards import TableShard, sharded_field
+from torchrec_kstep.torchrec_seam.optim import FusedOptimizer
+
+STEP_COUNT = "num_steps"
+
+
+class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no type information
+    """Gives rows their learning rate and step, and in deferred mode their update.
+
+    Fused: rows are updated inside backward, with the rate and step that the last `zero_grad` or `step` handed over, so set
+    a group's `lr` before `zero_grad`. Deferred: backward only adds up gradients, over any number of backwards, and `step`
+    updates each row once; `zero_grad` forgets what has been added up. Either way the step counts calls of `step`, from 1.
+
+    State, by table: every record field but the weights as a sharded tensor, and the number of steps done (`num_steps`,
+    scalar int64, the same on all ranks).
+    """
+
+    def __init__(
+        self,
+        group: RowGroup,
+        shards: Sequence[TableShard],
+        optimizer: OptimizerSpec,
+        is_deferred: bool,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Takes over the update of `group`.
+
+        Args:
+            group: the rows.
+            shards: its tables.
+            optimizer: the update rule; its `lr` is the start value.
+            is_deferred: update in `step` instead of inside backward.
+            process_group: the ranks that share the tables.
+        """
+        self._group = group
+        self._is_deferred = is_deferred
+        self._num_steps = torch.zeros((), dtype=torch.int64)
+        by_table: dict[str, list[TableShard]] = {}
+        for shard in shards:
+            by_table.setdefault(shard.table, []).append(shard)
+        params: dict[str, Any] = {}
+        state: dict[Any, dict[str, Any]] = {}
+        for table, own in by_table.items():
+            weight = sharded_field(own, "weight", process_group)
+            fields = [field.name for field in optimizer.record_fields(dim=1) if field.name != "weight"]
+            params[f"{table}.weight"] = weight
+            state[weight] = {f"{table}.{field}": sharded_field(own, field, process_group) for field in fields}
+            state[weight][f"{table}.{STEP_COUNT}"] = self._num_steps
+        super().__init__(params, state, [{"params": list(params.values()), "lr": optimizer.lr}])
+        group.set_deferred(is_deferred)
+        self._hand_over()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets pending gradients and hands the learning rate over."""
+        del set_to_none
+        if self._group.num_pending:
+            self._group.take_pending()
+        self._hand_over()
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Ends a step: applies pending gradients (deferred), counts, and hands the rate over."""
+        assert closure is None, "rows have no closure to evaluate"
+        self._hand_over()
+        if self._group.num_pending:
+            self._group.apply(self._group.take_pending())
+        self._num_steps += 1
+        self._hand_over()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads record fields and the number of steps."""
+        super().load_state_dict(state_dict)
+        self.post_load_state_dict()
+
+    def post_load_state_dict(self) -> None:
+        """Hands the loaded number of steps to the rows; TorchRec calls it after loading several optimizers as one."""
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Sets rate and step of the updates that follow."""
+        self._group.set_step(float(self.param_groups[0]["lr"]), int(self._num_steps) + 1)
