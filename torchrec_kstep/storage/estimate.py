@@ -12,7 +12,7 @@ from torchrec_kstep.units import KIB, MIB, format_bytes
 
 # The compiled store's own constants (kernels/storage, kernels/cache).
 _CHUNK_ROWS = 1 << 16  # row_index: rows per chunk
-_CHUNK_BYTES = 24 + 8  # its header and the pointer to it
+_CHUNK_HEADER_BYTES, _POINTER_BYTES = 24, 8
 _SPARSE_CAPACITIES = [1 << bits for bits in range(4, 16)]
 _SPARSE_LOAD, _SPARSE_ENTRY_BYTES, _DENSE_ENTRY_BYTES = 0.75, 6, 4
 _SLOT_STATE_BYTES, _MIN_CACHE_ENTRIES, _CACHE_ENTRY_BYTES = 16, 1024, 8  # row_cache: state; hash and announcements per entry
@@ -78,8 +78,9 @@ class StoreEstimate:
 
     def describe_memory(self) -> str:
         """One line for a log."""
+        touched = sum(table.touched_rows for table in self.tables)
         return (
-            f"cache {format_bytes(self.cache_bytes)}, index {format_bytes(self.index_bytes)} once every row was touched "
+            f"cache {format_bytes(self.cache_bytes)}, index {format_bytes(self.index_bytes)} once {touched:,} rows were touched "
             f"({self.index_bytes_per_row:.1f} bytes a row), buffers up to {format_bytes(self.buffer_bytes)}"
         )
 
@@ -128,18 +129,26 @@ def estimate(
 
 def index_memory_bytes(num_rows: int, touched_rows: int) -> int:
     """Expected DRAM of the index of one table whose touched rows are spread evenly over it."""
-    num_chunks = -(-num_rows // _CHUNK_ROWS)
-    if not touched_rows:
-        return num_chunks * 8
-    mean = touched_rows / num_chunks
-    deviation = math.sqrt(mean * max(0.0, 1 - touched_rows / num_rows)) if num_chunks > 1 else 0.0
-    num_used = num_chunks * (1 - math.exp(-mean)) if mean < 50 else num_chunks
-    per_chunk, capacity_bytes = 0.0, 0
+    num_full_chunks, rest_rows = divmod(num_rows, _CHUNK_ROWS)
+    density = touched_rows / num_rows
+    chunk_bytes = num_full_chunks * _chunk_memory_bytes(_CHUNK_ROWS, density) + _chunk_memory_bytes(rest_rows, density)
+    return round((num_full_chunks + bool(rest_rows)) * _POINTER_BYTES + chunk_bytes)
+
+
+def _chunk_memory_bytes(num_rows: int, density: float) -> float:
+    """Expected bytes of a chunk of `num_rows` rows, each touched with probability `density`."""
+    if not num_rows:
+        return 0.0
+    mean = num_rows * density
+    deviation = math.sqrt(mean * (1 - density))
+    share_used = 1.0 if density >= 1 else -math.expm1(num_rows * math.log1p(-density))
+    expected, capacity_bytes = 0.0, 0
     for capacity, next_bytes in _capacity_steps():
-        threshold = 0.5 if capacity == 0 else _SPARSE_LOAD * capacity + 0.5
-        per_chunk += (next_bytes - capacity_bytes) * _share_above(threshold, mean, deviation)
+        # A chunk is made with its first row, when the normal distribution is no guide yet.
+        share = share_used if capacity == 0 else _share_above(_SPARSE_LOAD * capacity + 0.5, mean, deviation)
+        expected += (next_bytes - capacity_bytes) * share
         capacity_bytes = next_bytes
-    return round(num_chunks * 8 + num_used * (_CHUNK_BYTES - 8) + num_chunks * per_chunk)
+    return expected + _CHUNK_HEADER_BYTES * share_used
 
 
 def cache_memory_bytes(layout: RecordLayout, share_bytes: int) -> int:
