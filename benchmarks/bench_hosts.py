@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason := why_unavailable():
         print(f"hosts: skipped: {reason}")
         return 0
-    num_steps = 20 if harness.quick else 150
+    num_steps = 20 if harness.quick else 100
     for num_hosts in (2,) if harness.quick else (2, 4):
         with tempfile.TemporaryDirectory() as scratch:
             sent_bytes = _count_bytes(harness, num_hosts, Path(scratch))
@@ -54,6 +54,7 @@ def _job(num_hosts: int, num_steps: int) -> list[str]:
 
 def _train(harness: Harness, num_hosts: int, rate: str, num_steps: int, step_bytes: float, scratch: Path) -> None:
     """Adds the time per step at one rate; windows of ten steps are the samples, the first of them is warm-up."""
+    print(f"training on {num_hosts} hosts, link {rate}", flush=True)
     run_dir = scratch / f"{num_hosts}_{rate}"
     with hosts(num_hosts, 1, "" if rate == "unlimited" else rate) as cluster:
         command = ["-m", "torchrec_kstep.train", *_job(num_hosts, num_steps), f"run_dir={run_dir}"]
@@ -87,7 +88,7 @@ def _count_bytes(harness: Harness, num_hosts: int, scratch: Path) -> float:
 def _all_reduce(harness: Harness, num_hosts: int, rate: str) -> None:
     samples_ms = []
     with hosts(num_hosts, 1, "" if rate == "unlimited" else rate) as cluster:
-        for _ in range(3):
+        for _ in range(2):
             result = cluster.run([TRAFFIC, "all_reduce", str(ALL_REDUCE_BYTES), "1"], deadline_s=200)
             samples_ms.append(max(float(str(lines[0]["duration_s"])) for lines in result.json_lines()) * 1e3)
     bits_per_s = RATES_BITS_PER_S[rate]

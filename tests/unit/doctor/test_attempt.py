@@ -29,7 +29,7 @@ def attempt(store: Store, delays_s: list[float], timeout_s: float = 10.0, absent
         return dict(zip(ranks, pool.map(one, ranks), strict=True))
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(delays_s=st.lists(st.lists(st.sampled_from([0.0, 0.02, 0.1]), min_size=3, max_size=3), min_size=2, max_size=3))
 def test_ranks_of_an_attempt_share_a_store_that_no_other_attempt_sees(delays_s: list[list[float]]) -> None:
     store = HashStore()

@@ -106,7 +106,7 @@ def test_absent_ranks_are_named_with_their_host() -> None:
 def test_hosts_of_different_numbers_of_ranks_are_named() -> None:
     def fn(store: HashStore, world: World) -> None:
         own = world if world.rank else World(0, 2, 0, 1)
-        check_start(store, own, RunConfig(), DEADLINE_S)
+        check_start(store, own, RunConfig(), 1.0)
 
     _, second = on_ranks(fn, 2, 2)
     assert "ranks per host is 2, there 1" in str(second)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchrec_kstep.errors import LaunchError
+from torchrec_kstep.launch import roll_call
 from torchrec_kstep.launch.__main__ import main
 from torchrec_kstep.launch.roll_call import _reach, call_roll
 
@@ -74,7 +75,8 @@ def test_a_port_held_by_another_job_is_not_joined() -> None:
         other.communicate()
 
 
-def test_something_that_accepts_and_never_speaks_is_no_store() -> None:
+def test_something_that_accepts_and_never_speaks_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "HANDSHAKE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(LaunchError, match=rf"port {port} of this host .* is taken"):
