@@ -101,8 +101,10 @@ def test_options_among_overrides_are_refused_with_the_right_order(overrides: tup
         train(*overrides)
 
 
-def test_the_command_line_of_torchx_reaches_the_component() -> None:
-    app = materialize_appdef(components.train, ["-j", "2x3", "--rdzv_port", "29501", "--env", "A=1,B=2", "--", "optim.lr=1e-3"])
+@pytest.mark.parametrize("separator", [["--"], []])
+def test_the_command_line_of_torchx_reaches_the_component(separator: list[str]) -> None:
+    options = ["-j", "2x3", "--rdzv_port", "29501", "--env", "A=1,B=2"]
+    app = materialize_appdef(components.train, [*options, *separator, "optim.lr=1e-3"])
     (role,) = app.roles
     assert (role.num_replicas, role.port_map, role.env["A"], role.env["B"]) == (2, {"c10d": 29501}, "1", "2")
     assert "--nproc-per-node 3" in line_of(app)
