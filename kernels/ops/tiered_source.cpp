@@ -1,5 +1,7 @@
 #include "ops/tiered_source.h"
 
+#include <algorithm>
+
 namespace kstep {
 namespace {
 
@@ -152,6 +154,37 @@ void TieredStore::cancel_prefetch() {
   rows->cancel_prefetch();
 }
 
+void TieredStore::replay(const at::Tensor& unique_rows, const at::Tensor& table_offsets) {
+  std::lock_guard<std::mutex> lock(shared_->mutex);
+  TieredRows* rows = nullptr;
+  check(shared_->checked(&rows));
+  TORCH_CHECK_TYPE(unique_rows.scalar_type() == at::kLong && table_offsets.scalar_type() == at::kLong, "rows and offsets must be Long");
+  TORCH_CHECK_VALUE(unique_rows.is_contiguous() && table_offsets.is_contiguous() &&
+                        table_offsets.numel() == static_cast<int64_t>(shared_->tables.size()) + 1,
+                    "rows and offsets of another group of tables");
+  const auto* ids = reinterpret_cast<const std::uint64_t*>(unique_rows.const_data_ptr<int64_t>());
+  const auto* offsets = table_offsets.const_data_ptr<int64_t>();
+  TORCH_CHECK_VALUE(offsets[0] == 0 && offsets[shared_->tables.size()] == unique_rows.numel(), "table_offsets must run from 0 to ",
+                    unique_rows.numel());
+  TORCH_CHECK_VALUE(std::is_sorted(offsets, offsets + table_offsets.numel()), "table_offsets must not decrease");
+  std::vector<std::byte*> payloads(static_cast<std::size_t>(unique_rows.numel()));
+  std::vector<PinTicket> tickets(shared_->tables.size(), kNoTicket);
+  for (const PinMode mode : {PinMode::Read, PinMode::Update}) {
+    Status status;
+    for (std::size_t t = 0; t < tickets.size() && status.ok(); ++t) {
+      status = rows->pin(static_cast<std::uint32_t>(t), ids + offsets[t], static_cast<std::size_t>(offsets[t + 1] - offsets[t]), mode,
+                         payloads.data() + offsets[t], &tickets[t]);
+    }
+    for (PinTicket& ticket : tickets) {
+      if (ticket == kNoTicket) continue;
+      const Status unpinned = rows->unpin(ticket, mode == PinMode::Update);
+      if (status.ok()) status = unpinned;
+      ticket = kNoTicket;
+    }
+    check(status);
+  }
+}
+
 IntDict TieredStore::usage() const {
   std::lock_guard<std::mutex> lock(shared_->mutex);
   TieredRows* rows = nullptr;
@@ -231,6 +264,7 @@ void register_tiered(torch::Library& library) {
       .def("remove_snapshot", &TieredStore::remove_snapshot)
       .def("snapshots", &TieredStore::snapshots)
       .def("cancel_prefetch", &TieredStore::cancel_prefetch)
+      .def("replay", &TieredStore::replay)
       .def("usage", &TieredStore::usage)
       .def("segment_map", &TieredStore::segment_map)
       .def("counters", &TieredStore::counters)

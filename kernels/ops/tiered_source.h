@@ -43,6 +43,9 @@ class TieredStore : public torch::CustomClassHolder {
   void remove_snapshot(const std::string& name);
   StringList snapshots() const;
   void cancel_prefetch();
+  // Brings up the rows of a batch and marks them as changed, as a training step does, without computing anything: what is
+  // left of a step when compute is free. `unique_rows` and `table_offsets` as dedup gives them.
+  void replay(const at::Tensor& unique_rows, const at::Tensor& table_offsets);
   // Bytes by name, as SpaceUsage has them, and `total_bytes`.
   IntDict usage() const;
   // One dictionary per segment, with the members of SegmentInfo.

@@ -283,6 +283,22 @@ def test_lookahead_left_early_forgets_its_hints(tmp_path: Path) -> None:
         assert torch.equal(train(group, 0, batches[5]), train(expected, 0, batches[5]))
 
 
+def test_replaying_a_batch_changes_no_value(tmp_path: Path) -> None:
+    """It moves rows as a step does, and gives rows without a record one with their initial values."""
+    expected = RowGroup.in_dram([uniform_table()], ADAM)
+    train(expected, 0, torch.arange(0, 500))
+    with open_tiered(tmp_path, [uniform_table()], dram_bytes=10 * CACHED_ROW) as group:
+        train(group, 0, torch.arange(0, 500))
+        rows = torch.arange(400, 900)
+        group.replay(group.dedup(rows, torch.arange(rows.numel() + 1), [0]))
+        group.flush()
+        assert group.stats().total("materialised_rows") == 900
+        assert_same_state(group, expected)
+        other = RowGroup.in_dram([uniform_table("a"), uniform_table("b")], ADAM)
+        with pytest.raises(ConfigError, match="another group"):
+            group.replay(other.dedup(rows, torch.tensor([0, 500]), [0]))
+
+
 def test_prefetched_rows_are_used(tmp_path: Path) -> None:
     """Every first pin of a batch finds its prefetch, and rows are there before they are asked for."""
     batches = [torch.randint(0, 1000, (60,), generator=torch.Generator().manual_seed(seed)).unique() for seed in range(12)]
