@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from torchrec_kstep.optim import LrSchedule, build_optimizer
 from torchrec_kstep.planner import format_plan, make_plan
 from torchrec_kstep.planner.plan import find_tables
 from torchrec_kstep.report import REPORT_NAME, write_facts, write_report
-from torchrec_kstep.runtime import Job, open_run_dir, run
+from torchrec_kstep.runtime import Job, bound_waits, open_run_dir, run
 from torchrec_kstep.sharding import build_sharders, shard_task
 from torchrec_kstep.torchrec_seam.pipeline import make_pipeline
 from torchrec_kstep.types import SPLITS
@@ -89,6 +90,7 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
     plan = make_plan(task, config.planner, world, sharders, config.train.batch_size, process_group)
     plan_text = format_plan(plan, find_tables(task))
     dmp = shard_task(task, plan, sharders, world, device)
+    bound_waits(timedelta(seconds=config.distributed.timeout_s))  # sharding may have made groups of its own
     optimizer = build_optimizer(dmp, config.optim, config.train.accumulation)
     timer = PhaseTimer()
     checkpoints = CheckpointManager(run_dir / "checkpoints", config.checkpoint.keep, contract(config, world, dataset))
