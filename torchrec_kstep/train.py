@@ -83,8 +83,10 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
     """Builds model, plan, shards, optimizer and pipeline, all fresh. Needs the process group. Collective."""
     device = torch.device(config.train.device, world.local_rank) if config.train.device == "cuda" else torch.device("cpu")
     torch.manual_seed(config.train.seed)  # the same on all ranks: they build the same model
-    task = CTRTask(build_model(config.model, dataset.schema, seed=config.train.seed), world.world_size)
-    sharders = build_sharders(config.planner, config.optim)
+    table_device = torch.device("meta") if config.planner.kernel == "tiered" else None  # rows are made where they will live
+    model = build_model(config.model, dataset.schema, seed=config.train.seed, table_device=table_device)
+    task = CTRTask(model, world.world_size)
+    sharders = build_sharders(config.planner, config.optim, config.tiers, config.train.accumulation, world)
     process_group = dist.GroupMember.WORLD
     assert process_group is not None
     plan = make_plan(task, config.planner, world, sharders, config.train.batch_size, process_group)

@@ -14,7 +14,11 @@ ENTRIES = {"train": schema.RunConfig, "prepare": schema.PrepareConfig}
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and not folder.name.startswith("_"))
 CHOICES = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
 # Choices that make sense only together with another one; alone they are refused, by name.
-COMPANIONS = {("planner", "fused"): ["optim=adagrad"], ("distributed", "nccl"): ["train.device=cuda"]}
+COMPANIONS = {
+    ("planner", "fused"): ["optim=adagrad"],
+    ("distributed", "nccl"): ["train.device=cuda"],
+    ("tiers", "dram_ssd"): ["planner=tiered", "tiers.ssd_paths=[rows]"],
+}
 
 
 def groups_of(entry: type) -> set[str]:

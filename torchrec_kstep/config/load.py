@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 SPEAKER_GRACE_S = 30.0  # seconds that a rank leaves to local rank 0 to tell a fault that all ranks find
 EXIT_CONFIG = 2  # exit code of a wrong configuration, as argparse uses it for a wrong command line
-PATH_KEYS = ("run_dir", "data.path", "data.source")  # keys that name files or folders
+PATH_KEYS = ("run_dir", "data.path", "data.source", "tiers.ssd_paths")  # keys that name files or folders
 
 
 def load(schema_cls: type[T], config_name: str, argv: Sequence[str]) -> T:
@@ -219,7 +219,9 @@ def _to_dataclass(node: DictConfig, schema_cls: type, launch_dir: Path, findings
             OmegaConf.update(node, path, key.default)
         else:
             if path in PATH_KEYS and value:
-                OmegaConf.update(node, path, os.path.normpath(os.path.join(launch_dir, os.path.expanduser(value))))
+                places = [value] if isinstance(value, str) else list(value)
+                absolute = [os.path.normpath(os.path.join(launch_dir, os.path.expanduser(place))) for place in places]
+                OmegaConf.update(node, path, absolute[0] if isinstance(value, str) else absolute)
     return OmegaConf.to_object(node)
 
 

@@ -63,8 +63,21 @@ class PlannerConfig:
     """How tables are sharded."""
 
     sharding: str = "auto"  # auto | data_parallel | table_wise | row_wise | column_wise | table_row_wise
-    kernel: str = "dense"  # dense: gradients and torch.optim; fused: FBGEMM updates rows inside backward
+    kernel: str = "dense"  # dense: gradients and torch.optim; fused: FBGEMM updates rows inside backward; tiered: our row store does
     tables: dict[str, str] = field(default_factory=dict)  # sharding of single tables by name, e.g. {user_id: row_wise}
+
+
+@dataclass(frozen=True)
+class TiersConfig:
+    """Where the rows of tiered tables live (planner.kernel=tiered). Sizes are per host, over all its ranks."""
+
+    name: str = "dram"  # dram: all rows in DRAM; dram_ssd: a cache in DRAM over SSD
+    dram_bytes: str = "1GiB"  # cache of rows, e.g. 8GiB (dram_ssd)
+    ssd_paths: list[str] = field(default_factory=list)  # folders, one per drive, for this run alone (dram_ssd)
+    ssd_bytes: str = ""  # quota over all paths, e.g. 1TiB; "" = what the drives hold (dram_ssd)
+    segment_bytes: str = "64MiB"  # size of the files in which rows are written (dram_ssd)
+    prefetch_depth: int = 2  # batches whose rows are brought up ahead (dram_ssd)
+    lookahead: int = 8  # batches known ahead when choosing what to evict, at least prefetch_depth (dram_ssd)
 
 
 @dataclass(frozen=True)
@@ -72,14 +85,14 @@ class OptimConfig:
     """Optimizers of the dense parameters and of the tables."""
 
     dense: str = "adam"  # adam | sgd | adagrad: optimizer of the dense parameters
-    embedding: str = "adam"  # adam | sgd | adagrad | rowwise_adagrad: optimizer of the tables (kernel=dense: not the last; fused: not adam)
+    embedding: str = "adam"  # adam | sgd | adagrad | rowwise_adagrad: of tables (dense: not the last, fused: not adam, tiered: not adagrad)
     lr: float = 1e-3  # learning rate of the dense parameters
     embedding_lr: float = 1e-3  # learning rate of the tables
     beta1: float = 0.9  # decay of Adam's first moment, per step
     beta2: float = 0.999  # decay of Adam's second moment, per step
     eps: float = 1e-8  # added to Adam's and Adagrad's root
     weight_decay: float = 0.0  # L2 added to the gradient of dense parameters
-    embedding_l2: float = 0.0  # L2 added to the gradient of table rows (kernel=dense only)
+    embedding_l2: float = 0.0  # L2 added to the gradient of table rows (dense: all rows; tiered: those of the batch; not fused)
     clip_norm: float = 0.0  # bound on the norm of the dense parameters' gradient, tables not counted; 0 = none
     schedule: str = "constant"  # constant | linear | cosine: decay after the warm-up, to zero when the last step is done
     warmup_steps: int = 0  # steps of linear warm-up; step i of n takes i/n of the rate
@@ -140,6 +153,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

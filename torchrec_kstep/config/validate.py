@@ -21,8 +21,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "model.name": ("dlrm", "deepfm", "wide_deep", "dcn", "dcnv2"),
     "model.pooling": ("sum", "mean"),
     "planner.sharding": ("auto", *_SHARDINGS),
-    "planner.kernel": ("dense", "fused"),
+    "planner.kernel": ("dense", "fused", "tiered"),
     "planner.tables": _SHARDINGS,
+    "tiers.name": ("dram", "dram_ssd"),
     "optim.dense": ("adam", "sgd", "adagrad"),
     "optim.embedding": ("adam", "sgd", "adagrad", "rowwise_adagrad"),
     "optim.schedule": ("constant", "linear", "cosine"),
@@ -88,6 +89,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "model.num_cross_layers": AT_LEAST_ONE,
     "model.cross_rank": ANY_COUNT,
     "model.embedding_init_std": NOT_NEGATIVE,
+    "tiers.prefetch_depth": ANY_COUNT,
+    "tiers.lookahead": ANY_COUNT,
     "optim.lr": POSITIVE,
     "optim.embedding_lr": POSITIVE,
     "optim.beta1": FRACTION,
@@ -183,6 +186,7 @@ def _data_rules(data: DataConfig) -> Iterator[Finding]:
 def _run_rules(config: RunConfig) -> Iterator[Finding]:
     yield from _model_rules(config)
     yield from _fused_rules(config)
+    yield from _tier_rules(config)
     planner, optim, train = config.planner, config.optim, config.train
     if planner.kernel == "dense" and optim.embedding == "rowwise_adagrad":
         yield Finding(
@@ -204,7 +208,7 @@ def _run_rules(config: RunConfig) -> Iterator[Finding]:
 
 def _model_rules(config: RunConfig) -> Iterator[Finding]:
     model = config.model
-    if model.embedding_dim % COLUMN_MULTIPLE:
+    if model.embedding_dim % COLUMN_MULTIPLE and config.planner.kernel != "tiered":
         yield Finding(
             f"model.embedding_dim={model.embedding_dim}: FBGEMM's kernels need a multiple of {COLUMN_MULTIPLE} columns; "
             f"choose {model.embedding_dim + -model.embedding_dim % COLUMN_MULTIPLE}",
@@ -242,4 +246,49 @@ def _fused_rules(config: RunConfig) -> Iterator[Finding]:
             f"planner.kernel=fused with {which}: a replicated table's gradients are averaged over ranks before the update, which only "
             "planner.kernel=dense does; choose it, or another sharding",
             ("planner.kernel", "planner.sharding", "planner.tables"),
+        )
+
+
+def _tier_rules(config: RunConfig) -> Iterator[Finding]:
+    """Says what tiered tables cannot do, and when tiers are set up for nothing."""
+    planner, tiers, optim, train = config.planner, config.tiers, config.optim, config.train
+    if tiers.name == "dram_ssd":
+        if planner.kernel != "tiered":
+            yield Finding(
+                f"tiers.name=dram_ssd with planner.kernel={planner.kernel}: only tiered tables use tiers; choose planner=tiered",
+                ("tiers.name", "planner.kernel"),
+            )
+        if not tiers.ssd_paths:
+            yield Finding("tiers.name=dram_ssd without tiers.ssd_paths: name a folder per drive", ("tiers.name", "tiers.ssd_paths"))
+        if tiers.lookahead < tiers.prefetch_depth:
+            yield Finding(
+                f"tiers.lookahead={tiers.lookahead} is less than tiers.prefetch_depth={tiers.prefetch_depth}",
+                ("tiers.lookahead", "tiers.prefetch_depth"),
+            )
+    if planner.kernel != "tiered":
+        return
+    if optim.embedding == "adagrad":
+        yield Finding(
+            "planner.kernel=tiered with optim.embedding=adagrad: tiered tables have row-wise Adagrad only; "
+            "choose optim.embedding=adam, sgd or rowwise_adagrad",
+            ("planner.kernel", "optim.embedding"),
+        )
+    if train.device != "cpu":
+        yield Finding(
+            f"planner.kernel=tiered with train.device={train.device}: rows are looked up on the CPU; choose train.device=cpu",
+            ("planner.kernel", "train.device"),
+        )
+    replicated = [name for name, sharding in planner.tables.items() if sharding == "data_parallel"]
+    if planner.sharding == "data_parallel" or replicated:
+        which = "planner.sharding=data_parallel" if planner.sharding == "data_parallel" else f"planner.tables.{replicated[0]}=data_parallel"
+        yield Finding(
+            f"planner.kernel=tiered with {which}: rows in tiers have one owner; choose another sharding",
+            ("planner.kernel", "planner.sharding", "planner.tables"),
+        )
+    columns = [name for name, sharding in planner.tables.items() if sharding == "column_wise"]
+    if optim.embedding == "rowwise_adagrad" and (planner.sharding == "column_wise" or columns):
+        yield Finding(
+            "optim.embedding=rowwise_adagrad with column_wise tiered tables: its accumulator is the mean over all columns of a row; "
+            "choose another sharding or optimizer",
+            ("planner.kernel", "planner.sharding", "planner.tables", "optim.embedding"),
         )

@@ -17,7 +17,13 @@ from torchrec_kstep.types import FeatureSchema
 MODELS = ("dlrm", "deepfm", "wide_deep", "dcn", "dcnv2")
 
 
-def build_model(config: ModelConfig, schema: FeatureSchema, device: torch.device | None = None, seed: int = 1) -> nn.Module:
+def build_model(
+    config: ModelConfig,
+    schema: FeatureSchema,
+    device: torch.device | None = None,
+    seed: int = 1,
+    table_device: torch.device | None = None,
+) -> nn.Module:
     """Makes an unsharded model whose initial weights depend on (`seed`, `config`, `schema`) alone.
 
     Args:
@@ -25,6 +31,7 @@ def build_model(config: ModelConfig, schema: FeatureSchema, device: torch.device
         schema: the features of the data.
         device: `cpu` (default), or `meta` for a model without memory, e.g. to plan tables larger than this machine.
         seed: seed of all initial weights. The caller's random state is neither read nor changed.
+        table_device: where the tables are, by default where the rest is; `meta` for tables whose rows are made elsewhere.
 
     Returns:
         A module `(dense [B, num_dense] float32, sparse bags with stride B) -> logit [B]`.
@@ -38,18 +45,18 @@ def build_model(config: ModelConfig, schema: FeatureSchema, device: torch.device
     device = device or torch.device("cpu")
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        return _build(config, schema, device, seed)
+        return _build(config, schema, table_device or device, seed)
 
 
-def _build(config: ModelConfig, schema: FeatureSchema, device: torch.device, seed: int) -> nn.Module:
+def _build(config: ModelConfig, schema: FeatureSchema, table_device: torch.device, seed: int) -> nn.Module:
     """Makes the model under the device and random state that the caller has set."""
     names, num_dense, dim = schema.sparse_names, schema.num_dense, config.embedding_dim
-    embeddings = embedding_tables(schema, dim, config.pooling, config.embedding_init_std, seed, device)
+    embeddings = embedding_tables(schema, dim, config.pooling, config.embedding_init_std, seed, table_device)
     if config.name == "dlrm":
         return DLRM(embeddings, names, num_dense, dim, config.bottom_mlp, config.mlp, config.dropout)
     if config.name in ("deepfm", "wide_deep"):
         model_type = DeepFM if config.name == "deepfm" else WideDeep
-        wide = wide_tables(schema, config.pooling, device)
+        wide = wide_tables(schema, config.pooling, table_device)
         return model_type(embeddings, wide, names, num_dense, dim, config.mlp, config.dropout)
     in_features = num_dense + len(names) * dim
     hidden = HiddenLayers(in_features, config.mlp, config.dropout)

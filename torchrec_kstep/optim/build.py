@@ -10,7 +10,7 @@ from torchrec_kstep.config.schema import OptimConfig
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.optim.accumulate import AccumulatingOptimizer
 from torchrec_kstep.optim.keyed import OPTIMIZERS, TorchOptimizer, torch_optimizer
-from torchrec_kstep.torchrec_seam.optim import ShardedTensor
+from torchrec_kstep.torchrec_seam.optim import DeferredUpdate, ShardedTensor
 from torchrec_kstep.torchrec_seam.sharding import ShardedEmbeddingBagCollection
 
 
@@ -23,6 +23,7 @@ def build_optimizer(dmp: DistributedModelParallel, config: OptimConfig, accumula
     - Tables with the dense kernel: `config.embedding` with `embedding_lr` and `embedding_l2`; every row steps every time.
     - Tables with the fused kernel: stepped by FBGEMM inside backward, as given to their sharder; their groups are here so
       that schedules reach them and their states are saved.
+    - Tiered tables: likewise stepped as given to their sharder, inside backward or, deferred, by `step`.
 
     Args:
         dmp: the sharded task.
@@ -33,10 +34,9 @@ def build_optimizer(dmp: DistributedModelParallel, config: OptimConfig, accumula
         A keyed optimizer whose state is complete, so that it can be saved and loaded before the first step.
 
     Raises:
-        ConfigError: an unknown optimizer, or accumulation over fused tables.
+        ConfigError: an unknown optimizer, or accumulation over tables that step inside backward.
     """
-    tables = {name for name, _ in in_backward_optimizer_filter(dmp.named_parameters(), include=True)}
-    _check(config, accumulation, tables)
+    _check(config, accumulation, _tables_stepped_in_backward(dmp))
     parts: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = []
     dense, embedding = _split_parameters(dmp)
     betas = (config.beta1, config.beta2)
@@ -53,6 +53,15 @@ def build_optimizer(dmp: DistributedModelParallel, config: OptimConfig, accumula
     parts.append(dmp.fused_optimizer)
     combined = CombinedOptimizer(parts)
     return AccumulatingOptimizer(combined, accumulation) if accumulation > 1 else combined
+
+
+def _tables_stepped_in_backward(dmp: DistributedModelParallel) -> set[str]:
+    """Names the tables whose gradients cannot be added up over several backwards."""
+    return {
+        name
+        for name, param in in_backward_optimizer_filter(dmp.named_parameters(), include=True)
+        if not all(isinstance(optimizer, DeferredUpdate) for optimizer in param._in_backward_optimizers)
+    }
 
 
 def _split_parameters(dmp: DistributedModelParallel) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:

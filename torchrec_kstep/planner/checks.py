@@ -8,6 +8,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec_kstep.config.schema import PlannerConfig
 from torchrec_kstep.errors import PlanError
 from torchrec_kstep.planner.report import check_tiling, placed_shards
+from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
 
 SHARDINGS = (
     ShardingType.DATA_PARALLEL.value,
@@ -51,7 +52,7 @@ def check_tables(tables: Mapping[str, Sequence[EmbeddingBagConfig]], config: Pla
         f"choose {max(COLUMN_MULTIPLE, round(table.embedding_dim / COLUMN_MULTIPLE) * COLUMN_MULTIPLE)}"
         for configs in tables.values()
         for table in configs
-        if table.embedding_dim % COLUMN_MULTIPLE or table.embedding_dim <= 0
+        if config.kernel != "tiered" and (table.embedding_dim % COLUMN_MULTIPLE or table.embedding_dim <= 0)
     ]
     if findings:
         raise PlanError("these tables cannot be sharded as asked:\n  " + "\n  ".join(findings))
@@ -66,10 +67,15 @@ def check_plan(plan: ShardingPlan, tables: Mapping[str, Sequence[EmbeddingBagCon
     findings = check_tiling(plan, tables) + _empty_shard_faults(plan, tables)
     for path, configs in tables.items():
         module_plan = plan.plan.get(path)
-        if isinstance(module_plan, EmbeddingModuleShardingPlan):
+        is_stock = isinstance(module_plan, EmbeddingModuleShardingPlan) and not _has_tiered_table(module_plan)
+        if is_stock:  # a collection with a tiered table takes its averages itself
             findings += _mean_pooling_faults(configs, {name: sharding.sharding_type for name, sharding in module_plan.items()})
     if findings:
         raise PlanError("the plan is not usable:\n  " + "\n  ".join(findings))
+
+
+def _has_tiered_table(module_plan: EmbeddingModuleShardingPlan) -> bool:
+    return any(sharding.compute_kernel == CUSTOMIZED_KERNEL for sharding in module_plan.values())
 
 
 def _empty_shard_faults(plan: ShardingPlan, tables: Mapping[str, Sequence[EmbeddingBagConfig]]) -> list[str]:

@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec_kstep.config.schema import PlannerConfig
 from torchrec_kstep.errors import PlanError
 from torchrec_kstep.planner.checks import check_plan, check_tables, leaves_empty_shards
+from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
 from torchrec_kstep.torchrec_seam.planning import (
     FixedPercentageStorageReservation,
     NoopEmbeddingStats,
@@ -22,6 +23,7 @@ from torchrec_kstep.torchrec_seam.planning import (
 from torchrec_kstep.units import format_bytes
 from torchrec_kstep.world import World
 
+KERNELS = {"dense": "dense", "fused": "fused", "tiered": CUSTOMIZED_KERNEL}  # of the configuration: as TorchRec calls it
 RESERVED_SHARE = 0.15  # of a rank's memory: dense parameters, activations, batches ahead
 
 
@@ -78,11 +80,13 @@ def plan_alone(
         world: as in `make_plan`; it may describe machines other than this one.
         sharders: as in `make_plan`.
         batch_size: as in `make_plan`.
-        memory_per_rank_bytes: DRAM of a rank; by default this machine's, divided by the ranks per host.
+        memory_per_rank_bytes: what a rank can hold; by default what the sharders' SSD tiers can, or without such this
+            machine's DRAM, divided by the ranks per host.
     """
     tables = find_tables(task)
     check_tables(tables, config)
-    memory = memory_per_rank_bytes or _host_memory_bytes() // world.local_world_size
+    tier_bytes = max(getattr(sharder, "tier_bytes_per_rank", 0) for sharder in sharders)
+    memory = memory_per_rank_bytes or tier_bytes or _host_memory_bytes() // world.local_world_size
     copies = max(getattr(sharder, "copies_per_weight", 1) for sharder in sharders)
     planner = EmbeddingShardingPlanner(
         topology=cpu_topology(world.world_size, world.local_world_size, memory // copies),
@@ -97,7 +101,7 @@ def plan_alone(
             plan = planner.plan(task, sharders)
     except (PlannerError, RuntimeError, ValueError) as error:
         raise PlanError(_explain(error, tables, world, memory, copies)) from error
-    _set_kernel(plan, config.kernel)
+    _set_kernel(plan, KERNELS[config.kernel])
     check_plan(plan, tables)
     return plan
 
@@ -110,8 +114,8 @@ def find_tables(task: nn.Module) -> dict[str, list[EmbeddingBagConfig]]:
 def _constraints(tables: dict[str, list[EmbeddingBagConfig]], config: PlannerConfig, world: World) -> dict[str, ParameterConstraints]:
     """Allows each table its types; the planner chooses among them.
 
-    The planner takes the dense kernel for replicated tables only and refuses a plan with any other, so sharded tables are
-    planned as fused and get their kernel afterwards.
+    The planner takes the dense kernel for replicated tables only and knows no cost of a kernel that is not its own, so
+    sharded tables are planned as fused and get their kernel afterwards.
     """
     constraints = {}
     for configs in tables.values():
@@ -139,6 +143,8 @@ def _set_kernel(plan: ShardingPlan, kernel: str) -> None:
 
 def _automatic_types(num_rows: int, kernel: str, has_mean: bool, world: World) -> list[str]:
     """Returns the types that `auto` may give a table: all but those that `checks.check_plan` would refuse."""
+    if kernel == "tiered":  # column shards would look up and store every row once per shard
+        return [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value] + [ShardingType.TABLE_ROW_WISE.value] * (world.num_hosts > 1)
     types = [ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value]
     if kernel == "dense":
         types.append(ShardingType.DATA_PARALLEL.value)

@@ -5,11 +5,16 @@ from typing import Any
 from torch import nn
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
-from torchrec_kstep.config.schema import OptimConfig, PlannerConfig
+from torchrec_kstep.config.schema import OptimConfig, PlannerConfig, TiersConfig
 from torchrec_kstep.errors import ConfigError
+from torchrec_kstep.optim_spec import AdamSpec, OptimizerSpec, RowwiseAdagradSpec, SgdSpec
+from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder
+from torchrec_kstep.tier_config import TierConfig
 from torchrec_kstep.torchrec_seam.sharding import EmbeddingBagCollectionSharder, EmbeddingComputeKernel, EmbOptimType
+from torchrec_kstep.world import World
 
-KERNELS = ("dense", "fused")
+KERNELS = ("dense", "fused", "tiered")
+TIERED_OPTIMIZERS = ("adam", "sgd", "rowwise_adagrad")
 FUSED_OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -53,13 +58,28 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # torchr
         return [EmbeddingComputeKernel.DENSE.value, EmbeddingComputeKernel.FUSED.value]
 
 
-def build_sharders(planner: PlannerConfig, optim: OptimConfig) -> list[ModuleSharder[nn.Module]]:
-    """Makes the sharders for the chosen kernel and, where that is fused, the optimizer inside it. Not collective.
+def build_sharders(
+    planner: PlannerConfig, optim: OptimConfig, tiers: TiersConfig | None = None, accumulation: int = 1, world: World | None = None
+) -> list[ModuleSharder[nn.Module]]:
+    """Makes the sharders for the chosen kernel and, where that updates rows itself, the optimizer inside it. Not collective.
+
+    Args:
+        planner: the kernel.
+        optim: the optimizer of the tables.
+        tiers: where the rows of tiered tables live; by default in DRAM.
+        accumulation: micro-batches per step; above 1 tiered tables are updated in `step` instead of inside backward.
+        world: this rank's position, which tells its part of the tiers; by default torchrun's.
 
     Raises:
         ConfigError: lists every unsupported combination.
     """
     check_kernel(planner, optim)
+    if planner.kernel == "tiered":
+        return [
+            TieredEmbeddingBagCollectionSharder(
+                row_optimizer(optim), tier_config(tiers or TiersConfig()), world=world, deferred=accumulation > 1
+            )
+        ]
     if planner.kernel == "dense":
         return [BagSharder(copies_per_weight=DENSE_COPIES.get(optim.embedding, 2))]
     fused_params: dict[str, Any] = {
@@ -68,6 +88,33 @@ def build_sharders(planner: PlannerConfig, optim: OptimConfig) -> list[ModuleSha
         "eps": optim.eps,
     }
     return [BagSharder(fused_params, copies_per_weight=2 if optim.embedding == "adagrad" else 1)]
+
+
+def row_optimizer(optim: OptimConfig) -> OptimizerSpec:
+    """Translates the optimizer of the tables into that of their rows: the same rule, for the rows of a batch only."""
+    if optim.embedding == "adam":
+        return AdamSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    if optim.embedding == "rowwise_adagrad":
+        return RowwiseAdagradSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, eps=optim.eps)
+    return SgdSpec(lr=optim.embedding_lr, l2=optim.embedding_l2)
+
+
+def tier_config(tiers: TiersConfig) -> TierConfig | None:
+    """Returns the sizes and places of SSD tiers; None for rows in DRAM.
+
+    Raises:
+        ConfigError: lists every fault of the values.
+    """
+    if tiers.name == "dram":
+        return None
+    return TierConfig(
+        dram_bytes=tiers.dram_bytes,
+        ssd_paths=list(tiers.ssd_paths),
+        ssd_bytes=tiers.ssd_bytes or None,
+        segment_bytes=tiers.segment_bytes,
+        prefetch_depth=tiers.prefetch_depth,
+        lookahead=tiers.lookahead,
+    )
 
 
 def check_kernel(planner: PlannerConfig, optim: OptimConfig) -> None:
@@ -99,6 +146,16 @@ def check_kernel(planner: PlannerConfig, optim: OptimConfig) -> None:
             findings.append(
                 f"planner.kernel=fused with data_parallel ({', '.join(replicated)}): the gradient of a replicated table is summed over "
                 "ranks after backward, when a fused kernel has already stepped; choose another sharding or planner.kernel=dense"
+            )
+    if planner.kernel == "tiered":
+        if optim.embedding not in TIERED_OPTIMIZERS:
+            findings.append(
+                f"optim.embedding={optim.embedding!r} with planner.kernel=tiered: expected one of {', '.join(TIERED_OPTIMIZERS)}"
+            )
+        replicated = [name for name, sharding in (("sharding", planner.sharding), *planner.tables.items()) if sharding == "data_parallel"]
+        if replicated:
+            findings.append(
+                f"planner.kernel=tiered with data_parallel ({', '.join(replicated)}): rows in tiers have one owner; choose another sharding"
             )
     if planner.kernel == "dense" and optim.embedding == "rowwise_adagrad":
         findings.append(

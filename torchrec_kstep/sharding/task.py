@@ -4,9 +4,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv, ShardingPlan
 
 from torchrec_kstep.errors import ConfigError, PlanError
+from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder
+from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
 from torchrec_kstep.world import World
 
 
@@ -21,7 +23,8 @@ def shard_task(
 
     Left alone, TorchRec would draw the rows of each shard on the rank that owns it, so that a model would start elsewhere
     for every number of ranks. Here the rows of the unsharded tables are copied into the shards: all plans and world sizes
-    start from the same weights. The price is one whole copy of the tables per rank while this runs.
+    start from the same weights. The price is one whole copy of the tables per rank while this runs. Tiered tables are the
+    exception: their rows start by themselves, alike everywhere, so their weights are not looked at and may be on `meta`.
 
     Args:
         task: the same module with the same weights on every rank; it is consumed.
@@ -41,10 +44,27 @@ def shard_task(
         raise ConfigError(
             f"sharding to device {str(device)!r}: plans are made for cpu ranks, and nothing else has been proven yet; use cpu"
         )
-    if any(tensor.is_meta for tensor in task.parameters()):
+    tiered = _tiered_weights(plan)
+    weights = {name: weight for name, weight in task.state_dict().items() if name not in tiered}
+    if any(weight.is_meta for weight in weights.values()):
         raise ConfigError("the task has no weights (device meta): build it on cpu to train it")
-    weights = task.state_dict()
+    for sharder in sharders:
+        if isinstance(sharder, TieredEmbeddingBagCollectionSharder):
+            sharder.divide_over(plan)
     env = ShardingEnv.from_process_group(dist.GroupMember.WORLD)
     dmp = DistributedModelParallel(module=task, env=env, device=device, plan=plan, sharders=sharders)
-    dmp.load_state_dict(dict(weights))  # a copy, because TorchRec renames keys in place
+    missing, _ = dmp.load_state_dict(dict(weights), strict=False)  # a copy, because TorchRec renames keys in place
+    lost = [name for name in missing if not any(weight.endswith(name) for weight in tiered)]  # TorchRec leaves out some paths
+    assert not lost, f"weights were lost on the way: {lost}"
     return dmp
+
+
+def _tiered_weights(plan: ShardingPlan) -> set[str]:
+    """Names the weights of tiered tables as `state_dict` does."""
+    return {
+        f"{path}.embedding_bags.{table}.weight"
+        for path, module in plan.plan.items()
+        if isinstance(module, EmbeddingModuleShardingPlan)
+        for table, sharding in module.items()
+        if sharding.compute_kernel == CUSTOMIZED_KERNEL
+    }

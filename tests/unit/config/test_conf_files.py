@@ -17,7 +17,11 @@ IDS = [str(file.relative_to(packaged_dir())) for file in FILES]
 CHOICES = [(file.parent.name, file.stem) for file in FILES if file.parent != packaged_dir()]
 
 # Choices that go only together with another one; alone they are refused, by name.
-COMPANIONS = {("planner", "fused"): ["optim=adagrad"], ("distributed", "nccl"): ["train.device=cuda"]}
+COMPANIONS = {
+    ("planner", "fused"): ["optim=adagrad"],
+    ("distributed", "nccl"): ["train.device=cuda"],
+    ("tiers", "dram_ssd"): ["planner=tiered", "tiers.ssd_paths=[rows]"],
+}
 
 
 def leaf_nodes(node: yaml.Node, path: str = "") -> list[tuple[str, yaml.Node, int]]:

@@ -273,11 +273,13 @@ def test_relative_paths_start_at_the_launch_directory(launch_dir: Path, extra: l
     elsewhere = launch_dir / "elsewhere"
     elsewhere.mkdir()
     program = Program(then=lambda _config: os.chdir(elsewhere))
-    assert main(RunConfig, "train", program, ["data.path=./d", "data.source=../raw/*.csv", "run_dir=r", *extra]) == 0
+    tiers = ["planner=tiered", "tiers=dram_ssd", "tiers.ssd_paths=[rows,/drive/rows]"]
+    assert main(RunConfig, "train", program, ["data.path=./d", "data.source=../raw/*.csv", "run_dir=r", *tiers, *extra]) == 0
     for config in program.configs:
         assert config.data.path == str(launch_dir / "d")
         assert config.data.source == str(launch_dir.parent / "raw" / "*.csv")
         assert config.run_dir.startswith(str(launch_dir / "r"))
+        assert config.tiers.ssd_paths == [str(launch_dir / "rows"), "/drive/rows"]
         assert config.chdir is ("hydra.job.chdir=true" in extra)
     assert Path.cwd() == launch_dir
 

@@ -106,6 +106,7 @@ def test_numbers_without_bounds_must_still_be_finite() -> None:
     assert text.startswith("optim.pace: expected a finite number, got nan")
 
 
+TIERED = {"planner.kernel": "tiered"}
 FUSED = {"planner.kernel": "fused", "optim.embedding": "adagrad"}
 RULES: list[tuple[dict[str, object], str]] = [
     ({"planner.kernel": "fused"}, "FBGEMM has no Adam on CPU"),
@@ -117,6 +118,14 @@ RULES: list[tuple[dict[str, object], str]] = [
     ({"model.embedding_dim": 10}, "a multiple of 4 columns; choose 12"),
     ({"train.max_steps": 5, "optim.warmup_steps": 6}, "the warm-up would never end"),
     ({"distributed.backend": "nccl"}, "NCCL moves CUDA tensors only"),
+    ({"tiers.name": "dram_ssd", "tiers.ssd_paths": ["rows"]}, "only tiered tables use tiers; choose planner=tiered"),
+    ({**TIERED, "tiers.name": "dram_ssd"}, "without tiers.ssd_paths"),
+    ({**TIERED, "tiers.name": "dram_ssd", "tiers.ssd_paths": ["rows"], "tiers.lookahead": 1}, "is less than tiers.prefetch_depth=2"),
+    ({**TIERED, "optim.embedding": "adagrad"}, "row-wise Adagrad only"),
+    ({**TIERED, "train.device": "cuda"}, "rows are looked up on the CPU"),
+    ({**TIERED, "planner.sharding": "data_parallel"}, "planner.sharding=data_parallel: rows in tiers have one owner"),
+    ({**TIERED, "planner.tables": {"user": "data_parallel"}}, "planner.tables.user=data_parallel: rows in tiers have one owner"),
+    ({**TIERED, "optim.embedding": "rowwise_adagrad", "planner.sharding": "column_wise"}, "mean over all columns of a row"),
     ({"data.validation_fraction": 0.5, "data.test_fraction": 0.5}, "leave no rows to train on"),
     ({"data.name": "synthetic", "data.synthetic.num_rows_per_table": []}, "at least one table"),
 ]
@@ -137,6 +146,8 @@ def test_values_that_do_not_go_together_are_refused_with_the_reason(values: dict
         {"train.max_steps": 6, "optim.warmup_steps": 6},
         {"distributed.backend": "nccl", "train.device": "cuda"},
         {"model.mlp": []},
+        {**TIERED, "train.accumulation": 4, "optim.embedding_l2": 0.1, "planner.tables": {"user": "column_wise"}},
+        {**TIERED, "tiers.name": "dram_ssd", "tiers.ssd_paths": ["rows"], "optim.embedding": "rowwise_adagrad"},
     ],
 )
 def test_values_that_go_together_pass(values: dict[str, object]) -> None:

@@ -1,5 +1,5 @@
 """Embedding tables in tiers, as TorchRec's `DistributedModelParallel` takes them. See docs/tiered_tables.md."""
 
-from torchrec_kstep.sharding.tiered.sharder import TieredEmbeddingBagCollectionSharder
+from torchrec_kstep.sharding.tiered.sharder import TieredEmbeddingBagCollectionSharder, TieredEmbeddingCollectionSharder
 
-__all__ = ["TieredEmbeddingBagCollectionSharder"]
+__all__ = ["TieredEmbeddingBagCollectionSharder", "TieredEmbeddingCollectionSharder"]

@@ -1,8 +1,8 @@
 """Initial rows of tiered tables: which `init_fn`s have a counter-based twin, and with which parameters."""
 
 import functools
+import hashlib
 import inspect
-import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,11 +38,12 @@ def initial_values(table: BaseEmbeddingConfig, seed: int) -> InitialValues:
         ConfigError: any other `init_fn`; names the table.
     """
     init_fn = table.init_fn
+    own_seed = table_seed(seed, table.name)
     if isinstance(init_fn, NormalInit):
-        return InitialValues("normal", 0.0, init_fn.std, init_fn.seed)
+        return InitialValues("normal", 0.0, init_fn.std, table_seed(init_fn.seed, table.name))
     if init_fn is zero_init:
-        return InitialValues("zero", 0.0, 0.0, seed)
-    known = _torch_init(init_fn, seed)
+        return InitialValues("zero", 0.0, 0.0, own_seed)
+    known = _torch_init(init_fn, own_seed)
     if known is None:
         raise ConfigError(
             f"table {table.name!r}: its init_fn is {init_fn!r}, which cannot be computed row by row; tiered tables start with "
@@ -52,9 +53,9 @@ def initial_values(table: BaseEmbeddingConfig, seed: int) -> InitialValues:
     return known
 
 
-def table_id(name: str) -> int:
-    """Returns the number that stands for a table in the key of its initial values: the same on every rank and in every run."""
-    return zlib.crc32(name.encode())
+def table_seed(seed: int, name: str) -> int:
+    """Returns the key of the initial values of a table: a hash of both, the same on every rank and in every run."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1  # 63 bits
 
 
 def _torch_init(init_fn: object, seed: int) -> InitialValues | None:

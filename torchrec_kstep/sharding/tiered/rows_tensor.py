@@ -112,6 +112,10 @@ class RowsTensor(torch.Tensor):
         """Pickles as a plain tensor."""
         return self.block.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Returns the values of now as an array of its own."""
+        return self.block.read().numpy(force=force)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # the base class declares the bound form
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

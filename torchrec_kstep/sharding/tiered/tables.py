@@ -1,8 +1,7 @@
 """From TorchRec's description of a rank's tables to a row group with its optimizer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,30 +11,12 @@ from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.ops.batch import TableSpec
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim_spec import OptimizerSpec, RowwiseAdagradSpec
-from torchrec_kstep.sharding.tiered.initial import initial_values, table_id
+from torchrec_kstep.sharding.tiered.initial import initial_values
 from torchrec_kstep.sharding.tiered.kernel import TieredBagKernel, TieredKernel, TieredSequenceKernel
+from torchrec_kstep.sharding.tiered.opening import RowsOpener, record_bytes
 from torchrec_kstep.sharding.tiered.optimizer import TieredOptimizer
 from torchrec_kstep.sharding.tiered.shards import TableShard, column_parts, shard_of
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL, GroupedEmbeddingConfig, ShardedEmbeddingTable
-
-
-class RowsOpener(Protocol):
-    """Opens the rows of a group of tables somewhere: in DRAM, or in DRAM over SSD."""
-
-    def __call__(self, name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec) -> RowGroup:
-        """Returns a row group over `tables`.
-
-        Args:
-            name: names the group on this rank, the same in every run of a plan: letters, digits, dots, dashes, underscores.
-            tables: the rank's shards; `num_rows` is that of the whole table, and row ids are the table's own.
-            optimizer: how rows are updated.
-        """
-
-
-def rows_in_dram(name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec) -> RowGroup:
-    """Opens rows that all live in DRAM, each taking memory from its first update on."""
-    del name
-    return RowGroup.in_dram(tables, optimizer)
 
 
 @dataclass(frozen=True)
@@ -47,8 +28,9 @@ class TableMaker:
         optimizer: how rows are updated.
         is_deferred: update rows in `optimizer.step()` instead of inside backward.
         seed: seed of initial rows whose `init_fn` brings none.
-        tables: the collection's tables by name; they know the `init_fn` that TorchRec's own description lacks.
+        tables: the collection's tables by name, in its order; they know the `init_fn` that TorchRec's own description lacks.
         prefix: names the collection, for the names of row groups.
+        rank_bytes: bytes of all tiered rows of this rank, by which groups share what the rank may use.
     """
 
     open_rows: RowsOpener
@@ -57,6 +39,7 @@ class TableMaker:
     seed: int
     tables: dict[str, BaseEmbeddingConfig]
     prefix: str
+    rank_bytes: int
 
     def bag_kernel(
         self, config: GroupedEmbeddingConfig, name: str, is_row_sharded: bool, process_group: dist.ProcessGroup | None
@@ -83,7 +66,9 @@ class TableMaker:
         make: Callable[[RowGroup, list[TableShard], TieredOptimizer], TieredKernel],
     ) -> TieredKernel:
         specs = [self._spec(table) for table in config.embedding_tables]
-        group = self.open_rows(f"{self.prefix}.{name}" if self.prefix else name, specs, self.optimizer)
+        group_bytes = sum(record_bytes(table.local_rows, table.local_cols, self.optimizer) for table in config.embedding_tables)
+        share = min(group_bytes / self.rank_bytes, 1.0) if self.rank_bytes else 1.0
+        group = self.open_rows(f"{self.prefix}.{name}" if self.prefix else name, specs, self.optimizer, share)
         shards = [shard_of(table, group, index) for index, table in enumerate(config.embedding_tables)]
         optimizer = TieredOptimizer(group, shards, self.optimizer, self.is_deferred, process_group)
         return make(group, shards, optimizer)
@@ -97,7 +82,7 @@ class TableMaker:
             name=table.name,
             num_rows=table.num_embeddings,
             dim=table.local_cols,
-            table_id=table_id(table.name),
+            table_id=list(self.tables).index(table.name),
             seed=values.seed,
             init=values.init,
             init_a=values.init_a,

@@ -1,0 +1,81 @@
+"""`train` with tiered tables: the same losses for every number of ranks, micro-batch, cache and pipeline; exact resume.
+
+Layer: multiprocess.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.multiprocess.tiered_cases import gathered
+from tests.multiprocess.tiny import TinyDataset, assert_equal_bits, fingerprints, finish, one_rank_group, start, tiny_config
+from tests.spawn import SpawnRanks
+from torchrec_kstep.config.schema import RunConfig, TiersConfig
+from torchrec_kstep.world import World
+
+pytestmark = pytest.mark.multiprocess
+
+
+def tiered_config(**changes: Any) -> RunConfig:
+    return tiny_config(planner__kernel="tiered", planner__sharding="row_wise", model__dropout=0.0, **changes)
+
+
+def on_ssd(config: RunConfig, folder: Path, dram_bytes: str) -> RunConfig:
+    return replace(config, tiers=TiersConfig("dram_ssd", dram_bytes, [str(folder)], segment_bytes="64KiB"))
+
+
+def _train(world: World, configs: list[RunConfig], folder: str) -> list[dict[str, torch.Tensor]]:
+    results = []
+    for index, config in enumerate(configs):
+        loop, state = finish(config, world, TinyDataset(), Path(folder) / f"run_{world.world_size}_{index}")
+        assert state.best_auc is not None
+        assert state.best_auc > 0.6
+        results.append(gathered(loop.dmp.state_dict()))
+    return results
+
+
+def test_ranks_micro_batches_and_pipelines_do_not_matter(spawn_ranks: SpawnRanks, tmp_path: Path) -> None:
+    """Otherwise a table's gradient would be scaled, or stepped, once per rank or micro-batch."""
+    one = [tiered_config(), tiered_config(train__batch_size=8, train__accumulation=4), tiered_config(train__pipeline="plain")]
+    two = [
+        tiered_config(train__batch_size=16),
+        tiered_config(train__batch_size=16, planner__tables={"tags": "table_wise", "wide_user": "column_wise"}),
+        tiered_config(train__batch_size=8, train__accumulation=2, train__pipeline="base"),
+    ]
+    expected, *others = spawn_ranks(_train, 1, args=(one, str(tmp_path)))[0]
+    others += spawn_ranks(_train, 2, args=(two, str(tmp_path)))[0]
+    for other in others:
+        for name, value in expected.items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("dram_bytes", ["0B", "4KiB", "1MiB"])
+def test_a_cache_of_any_size_trains_bit_for_bit_as_dram(tmp_path: Path, dram_bytes: str) -> None:
+    """Otherwise how much memory a machine has would change the model."""
+    with one_rank_group() as world:
+        expected, _ = finish(tiered_config(), world, TinyDataset(), tmp_path / "dram")
+        actual, _ = finish(on_ssd(tiered_config(), tmp_path / "rows", dram_bytes), world, TinyDataset(), tmp_path / "ssd")
+        assert_equal_bits(fingerprints(actual), fingerprints(expected))
+
+
+@pytest.mark.parametrize("tier", ["dram", "dram_ssd"])
+def test_resuming_equals_not_stopping_bit_for_bit(tmp_path: Path, tier: str) -> None:
+    """Rows, moments and the number of steps all come back."""
+    config = tiered_config(checkpoint__every_steps=3)
+
+    def tiers(name: str) -> RunConfig:
+        return config if tier == "dram" else on_ssd(config, tmp_path / name, "8KiB")
+
+    with one_rank_group() as world:
+        stopped = replace(tiers("stopped"), train=replace(config.train, max_steps=6), optim=replace(config.optim, schedule="constant"))
+        unbroken = replace(tiers("constant"), optim=stopped.optim)
+        expected, _ = finish(unbroken, world, TinyDataset(), tmp_path / "run_constant")
+        finish(stopped, world, TinyDataset(), tmp_path / "run_stopped")
+        resumed = replace(tiers("resumed"), optim=stopped.optim)
+        actual, state = start(resumed, world, TinyDataset(), tmp_path / "run_stopped")
+        assert state.step == 6
+        actual.train(state)
+        assert_equal_bits(fingerprints(actual), fingerprints(expected))

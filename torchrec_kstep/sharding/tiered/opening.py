@@ -1,0 +1,110 @@
+"""Where the rows of tiered tables are opened: in DRAM, or in a cache in DRAM over SSD."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+
+from torchrec_kstep.errors import ConfigError
+from torchrec_kstep.ops.batch import TableSpec
+from torchrec_kstep.ops.row_group import RowGroup
+from torchrec_kstep.optim_spec import OptimizerSpec
+from torchrec_kstep.storage.division import BYTES_PER_ELEMENT
+from torchrec_kstep.storage.tiered_tables import TieredTables
+from torchrec_kstep.tier_config import TierConfig
+from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
+from torchrec_kstep.world import World
+
+
+class RowsOpener(Protocol):
+    """Opens the rows of a group of tables."""
+
+    def __call__(self, name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec, share: float) -> RowGroup:
+        """Returns a row group over `tables`.
+
+        Args:
+            name: names the group on this rank, the same in every run of a plan; it can be the name of a folder.
+            tables: the rank's shards; `num_rows` is that of the whole table, and row ids are the table's own.
+            optimizer: how rows are updated.
+            share: the group's part, up to 1, of all bytes that this rank may use.
+        """
+
+
+def open_in_dram(name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec, share: float) -> RowGroup:
+    """Opens rows that all live in DRAM, each taking memory from its first update on."""
+    del name, share
+    return RowGroup.in_dram(tables, optimizer)
+
+
+@dataclass(frozen=True)
+class OpenOnSsd:
+    """Opens rows in a cache over SSD.
+
+    Attributes:
+        tiers: sizes and places of the host.
+        world: which rank of the host this is.
+    """
+
+    tiers: TierConfig
+    world: World
+
+    def __call__(self, name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec, share: float) -> TieredTables:
+        """Opens one row store, in a folder named after the group below each path.
+
+        Raises:
+            ConfigError: two tables of the group are shards of one; or as `TieredTables.open`.
+        """
+        names = [table.name for table in tables]
+        twice = sorted({table for table in names if names.count(table) > 1})
+        if twice:
+            raise ConfigError(
+                f"table {twice[0]!r} has several column shards on rank {self.world.rank}, which cannot share a row store: give them "
+                "different ranks, or shard the table by rows"
+            )
+        quota = self.tiers.num_ssd_bytes
+        tiers = replace(
+            self.tiers,
+            dram_bytes=int(self.tiers.num_dram_bytes * share),
+            ssd_bytes=None if quota is None else int(quota * share),
+            ssd_paths=[str(Path(path) / name) for path in self.tiers.ssd_paths],
+        )
+        return TieredTables.open(tables, optimizer, tiers, world=self.world)
+
+    def bytes_per_rank(self) -> int:
+        """Returns the rank's part of the quota, or of what is free on the drives of this host where there is none."""
+        quota = self.tiers.num_ssd_bytes
+        if quota is None:
+            folders = [_nearest_folder(Path(path)) for path in self.tiers.ssd_paths]
+            quota = sum({folder.stat().st_dev: shutil.disk_usage(folder).free for folder in folders}.values())
+        return quota // self.world.local_world_size
+
+
+def _nearest_folder(path: Path) -> Path:
+    """Returns the folder itself, or the one above it in which it would be made."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+
+
+def plan_record_bytes(plan: ShardingPlan, rank: int, optimizer: OptimizerSpec) -> int:
+    """Returns the bytes of all tiered rows, records and all, that a plan gives to `rank`."""
+    modules = [module for module in plan.plan.values() if isinstance(module, EmbeddingModuleShardingPlan)]
+    return sum(module_record_bytes(module, rank, optimizer) for module in modules)
+
+
+def module_record_bytes(module: Mapping[str, ParameterSharding], rank: int, optimizer: OptimizerSpec) -> int:
+    """As `plan_record_bytes`, for one collection."""
+    total = 0
+    for sharding in module.values():
+        if sharding.compute_kernel != CUSTOMIZED_KERNEL or sharding.sharding_spec is None:
+            continue
+        for shard in sharding.sharding_spec.shards:
+            if shard.placement.rank() == rank:
+                total += record_bytes(int(shard.shard_sizes[0]), int(shard.shard_sizes[1]), optimizer)
+    return total
+
+
+def record_bytes(num_rows: int, dim: int, optimizer: OptimizerSpec) -> int:
+    """Returns the bytes of the fields of so many rows."""
+    return num_rows * BYTES_PER_ELEMENT * sum(field.width for field in optimizer.record_fields(dim))
