@@ -110,7 +110,7 @@ def run_export(args: argparse.Namespace) -> int:
     stores = maintenance.find_stores(args.paths)
     for paths in stores:
         snapshot = Snapshot.open(paths, args.snapshot)
-        folder = args.out if len(stores) == 1 else args.out / Path(paths[0]).name
+        folder = args.out if len(stores) == 1 else args.out / Path(paths[0]).relative_to(Path(args.paths[0]))
         for file in export(snapshot, folder, args.format, args.table or None, args.field or None, args.with_untouched):
             print(f"{file}: {format_bytes(file.stat().st_size)}")
     return 0

@@ -33,23 +33,29 @@ class CompactReport:
 
 
 def find_stores(paths: Sequence[str | Path]) -> list[list[str]]:
-    """Returns the paths of each store that lies on `paths`: one store if they are a rank's folders, else one per rank below.
+    """Returns the paths of each store that lies on `paths`: one store if they are its own folders, else those of a run below.
+
+    A run has a store per rank, in `rank-<n>` or, where it has several groups of tables, in `<group>/rank-<n>`.
 
     Raises:
-        StorageError: there is no store, or the paths do not hold the same ranks.
+        StorageError: there is no store, or the paths do not hold the same ones.
     """
     if (Path(paths[0]) / _HEADER).is_file():
         return [check_store(paths)]
-    ranks = [sorted(found.parent.name for found in Path(path).glob(f"rank-*/{_HEADER}")) for path in paths]
-    if not ranks[0]:
+    found = [_stores_below(Path(path)) for path in paths]
+    if not found[0]:
         raise StorageError(f"{paths[0]} holds no row store: there is neither a file {paths[0]}/{_HEADER} nor one in a folder rank-* below")
-    for path, found in zip(paths, ranks, strict=True):
-        if found != ranks[0]:
+    for path, names in zip(paths, found, strict=True):
+        if names != found[0]:
             raise StorageError(
-                f"{path} holds {', '.join(found) or 'nothing'}, but {paths[0]} holds {', '.join(ranks[0])}: name all paths of one run"
+                f"{path} holds {', '.join(names) or 'no store'}, but {paths[0]} holds {', '.join(found[0])}: name all paths of one run"
             )
-    by_number = sorted(ranks[0], key=lambda name: (len(name), name))
-    return [check_store([Path(path) / rank for path in paths]) for rank in by_number]
+    return [check_store([Path(path) / name for path in paths]) for name in found[0]]
+
+
+def _stores_below(path: Path) -> list[str]:
+    folders = [file.parent.relative_to(path) for pattern in (f"rank-*/{_HEADER}", f"*/rank-*/{_HEADER}") for file in path.glob(pattern)]
+    return [str(folder) for folder in sorted(folders, key=lambda folder: (str(folder.parent), len(folder.name), folder.name))]
 
 
 def is_open_elsewhere(paths: Sequence[str]) -> bool:

@@ -14,9 +14,12 @@ from tests.tiers import ADAM, assert_same_state, file_hashes, open_tiered, state
 from torchrec_kstep import store
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.storage.export import export
+from torchrec_kstep.storage.maintenance import find_stores
 from torchrec_kstep.storage.snapshot import Snapshot
+from torchrec_kstep.storage.tiered_tables import TieredTables
 from torchrec_kstep.tier_config import TierConfig
 from torchrec_kstep.units import KIB
+from torchrec_kstep.world import World
 
 TABLES = [uniform_table("user", 3000, 8, 0), uniform_table("a/b", 40, 16, 1)]
 
@@ -194,8 +197,6 @@ def test_a_place_without_store_is_told(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_paths_of_one_store_must_be_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from torchrec_kstep.storage.tiered_tables import TieredTables
-
     with TieredTables.open(TABLES, ADAM, TierConfig(0, [tmp_path / "a", tmp_path / "b"])) as group:
         group.snapshot("s")
     assert run(capsys, "verify", tmp_path / "a", tmp_path / "b")[0] == 0
@@ -203,6 +204,27 @@ def test_paths_of_one_store_must_be_complete(tmp_path: Path, capsys: pytest.Capt
         status, _, err = run(capsys, "verify", *(tmp_path / path for path in paths))
         assert status == 1
         assert "name all paths of the store, in its order" in err
+
+
+def test_all_stores_of_a_run_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks and groups of tables: each has a store of its own below the paths of the run."""
+    drives = [tmp_path / "a", tmp_path / "b"]
+    for group in ("user", "item"):
+        for rank in (0, 2, 10):
+            tiers = TierConfig(0, [drive / group for drive in drives])
+            with TieredTables.open(TABLES, ADAM, tiers, world=World(rank, 11, rank, 11)) as tables:
+                train(tables, 0, torch.arange(10 + rank))
+                tables.snapshot("s")
+    names = [f"{group}/rank-{rank}" for group in ("item", "user") for rank in (0, 2, 10)]
+    assert find_stores(drives) == [[str(drive / name) for drive in drives] for name in names]
+    assert run(capsys, "verify", *drives)[1].count("sound") == 6
+    assert run(capsys, "export", *drives, "--out", tmp_path / "out", "--format", "safetensors")[0] == 0
+    for name in names:
+        rows = read_export(tmp_path / "out" / name, "user", "safetensors")["row_id"]
+        assert rows.numel() == 10 + int(name.rpartition("-")[2])
+    status, _, err = run(capsys, "verify", drives[0], tmp_path)
+    assert (status, "name all paths of one run" in err) == (1, True)
+    assert run(capsys, "inspect", *drives, "--svg", tmp_path / "x.svg")[0] == store.EXIT_USAGE
 
 
 @pytest.mark.parametrize(
