@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import sub
 from pathlib import Path
 
 TORCHRUN = "torch.distributed.run"
@@ -33,6 +34,7 @@ RENDEZVOUS_PORT = 29500
 RENDEZVOUS_ID = "hosts"
 STEP_FLOOR_VARIABLE = "KSTEP_STEP_FLOOR_MS"
 MTU_BYTES = 9000  # jumbo frames, usual between training hosts: headers stay below 1 % of what the interfaces count
+HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP with timestamps 32
 BURST = "256kb"  # tokens of a shaped link; must exceed the largest segment the kernel hands over (64 KiB)
 STOP_GRACE_S = 10.0  # between asking agents to stop and killing them
 PEER_GRACE_S = 30.0  # for the peers of an agent that failed to fail by themselves, so that their causes are seen too
@@ -99,6 +101,7 @@ class HostsResult:
         stderr: per rank, likewise.
         sent_bytes: per link and host, bytes that left through the interface during the run.
         received_bytes: per link and host.
+        sent_packets: per link and host, as the interface counts them (a segment that the kernel will cut later is one).
         duration_s: wall time of the run.
     """
 
@@ -108,7 +111,13 @@ class HostsResult:
     stderr: list[str]
     sent_bytes: list[list[int]]
     received_bytes: list[list[int]]
+    sent_packets: list[list[int]]
     duration_s: float
+
+    @property
+    def sent_payload_bytes(self) -> int:
+        """Bytes that left all hosts without the headers, of which every acknowledgement consists: what programs wrote."""
+        return sum(map(sum, self.sent_bytes)) - HEADER_BYTES * sum(map(sum, self.sent_packets))
 
     def json_lines(self) -> list[list[dict[str, object]]]:
         """Returns per rank the stdout lines that are JSON objects: how rank scripts hand back results."""
@@ -299,22 +308,20 @@ class Hosts:
         agents: Mapping[int, "subprocess.Popen[bytes]"],
         hung: set[int],
         logs: Path,
-        before: list[list[tuple[int, int]]],
+        before: list[list[tuple[int, int, int]]],
         duration_s: float,
     ) -> HostsResult:
         after = self._counters()
-        moved = [
-            [(sent - sent0, received - received0) for (sent, received), (sent0, received0) in zip(now, then, strict=True)]
-            for now, then in zip(after, before, strict=True)
-        ]
+        moved = [[tuple(map(sub, *pair)) for pair in zip(now, then, strict=True)] for now, then in zip(after, before, strict=True)]
         output = {host: (logs / f"host{host}" / "agent.log").read_text(errors="replace") for host in agents}
         return HostsResult(
             exit_codes=[None if host in hung else agents[host].poll() if host in agents else 0 for host in range(self.num_hosts)],
             agent_output=[output.get(host, "(not started)") for host in range(self.num_hosts)],
             stdout=self._rank_output(logs, "stdout.log"),
             stderr=self._rank_output(logs, "stderr.log"),
-            sent_bytes=[[sent for sent, _ in link] for link in moved],
-            received_bytes=[[received for _, received in link] for link in moved],
+            sent_bytes=[[sent for sent, _, _ in link] for link in moved],
+            received_bytes=[[received for _, received, _ in link] for link in moved],
+            sent_packets=[[packets for _, _, packets in link] for link in moved],
             duration_s=duration_s,
         )
 
@@ -326,9 +333,9 @@ class Hosts:
             for local_rank in range(self.ranks_per_host)
         ]
 
-    def _counters(self) -> list[list[tuple[int, int]]]:
-        """Returns (sent, received) bytes of every link's interface on every host."""
-        return [[_interface_bytes(self.namespace(host), link.interface) for host in range(self.num_hosts)] for link in self.links]
+    def _counters(self) -> list[list[tuple[int, int, int]]]:
+        """Returns bytes sent, bytes received and packets sent of every link's interface on every host."""
+        return [[_interface_counters(self.namespace(host), link.interface) for host in range(self.num_hosts)] for link in self.links]
 
 
 @contextmanager
@@ -444,9 +451,10 @@ def _run(*command: str, deadline_s: float = 30.0) -> str:
     return done.stdout
 
 
-def _interface_bytes(namespace: str, interface: str) -> tuple[int, int]:
+def _interface_counters(namespace: str, interface: str) -> tuple[int, int, int]:
     (device,) = json.loads(_run("ip", "-n", namespace, "-json", "-stats", "link", "show", "dev", interface))
-    return device["stats64"]["tx"]["bytes"], device["stats64"]["rx"]["bytes"]
+    sent, received = device["stats64"]["tx"], device["stats64"]["rx"]
+    return sent["bytes"], received["bytes"], sent["packets"]
 
 
 def _delete_namespace(name: str) -> None:
