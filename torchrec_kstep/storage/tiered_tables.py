@@ -26,6 +26,7 @@ from torchrec_kstep.tier_config import TierConfig
 from torchrec_kstep.units import format_bytes
 from torchrec_kstep.world import World
 
+_USES_PER_STEP = 2  # the lookup and the update; each is a batch to the compiled store
 _log = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
 
@@ -108,6 +109,14 @@ class TieredTables(RowGroup):
         """Closes the store."""
         self.close()
 
+    def prefetch(self, batch: Dedup) -> None:
+        """Says that `batch` will be looked up soon and, where gradients are recorded, updated after that; never changes a result.
+
+        A step needs the rows of a batch twice. They are kept from the lookup to the update, so that the update never waits.
+        """
+        for _ in range(_USES_PER_STEP if torch.is_grad_enabled() else 1):
+            super().prefetch(batch)
+
     def lookahead(
         self, batches: Iterable[_Item], dedup: Callable[[_Item], Dedup], num_batches: int | None = None
     ) -> Iterator[tuple[_Item, Dedup]]:
@@ -138,8 +147,8 @@ class TieredTables(RowGroup):
                     return
                 yield known.popleft()
         finally:
-            if known:  # left early: the rest will not come
-                self.cancel_prefetch()
+            # Left early, or the last batch was not updated: what is still waited for will not come.
+            self.cancel_prefetch()
 
     def cancel_prefetch(self) -> None:
         """Forgets every batch that was told ahead and not looked up yet; does nothing once closed."""
@@ -244,6 +253,6 @@ def native_options(config: TierConfig, ssd_bytes: int | None) -> dict[str, int]:
         "segment_bytes": config.num_segment_bytes,
         "space_percent": round(config.space_factor * 100),
         "queue_depth": config.queue_depth,
-        "prefetch_depth": config.prefetch_depth,
-        "lookahead": config.lookahead + 1,  # the batch in use is among those known
+        "prefetch_depth": config.prefetch_depth * _USES_PER_STEP,
+        "lookahead": (config.lookahead + 1) * _USES_PER_STEP,  # the batch in use is among those known
     }

@@ -299,19 +299,25 @@ def test_replaying_a_batch_changes_no_value(tmp_path: Path) -> None:
             group.replay(other.dedup(rows, torch.tensor([0, 500]), [0]))
 
 
-def test_prefetched_rows_are_used(tmp_path: Path) -> None:
-    """Every first pin of a batch finds its prefetch, and rows are there before they are asked for."""
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("num_cached", [30, 300])
+def test_prefetched_rows_are_used(tmp_path: Path, is_training: bool, num_cached: int) -> None:
+    """Every lookup and every update finds its prefetch; where the cache holds a batch, an update reads nothing."""
     batches = [torch.randint(0, 1000, (60,), generator=torch.Generator().manual_seed(seed)).unique() for seed in range(12)]
-    with open_tiered(tmp_path, [uniform_table()], dram_bytes=300 * CACHED_ROW) as group:
-        train(group, 0, torch.arange(1000))
+    with open_tiered(tmp_path, [uniform_table()], dram_bytes=num_cached * CACHED_ROW) as group, torch.set_grad_enabled(is_training):
+        group.replay(group.dedup(torch.arange(1000), torch.arange(1001), [0]))
         group.flush()
+        group.set_step(0.1, 1)
         begin = group.stats()
         for rows, dedup in group.lookahead(batches, lambda rows: group.dedup(rows, torch.arange(rows.numel() + 1), [0])):
-            group.pooled_of(dedup, torch.arange(rows.numel() + 1), [0])
+            out = group.pooled_of(dedup, torch.arange(rows.numel() + 1), [0])
+            if is_training:
+                out.sum().backward()
         seen = group.stats().since(begin)
-        assert seen.tables["t"]["prefetched_pins_count"] == 12
+        assert seen.tables["t"]["prefetched_pins_count"] == (24 if is_training else 12)
         assert seen.tables["t"]["unprefetched_pins_count"] == 0
-        assert seen.accesses_rows == sum(rows.numel() for rows in batches)
+        if num_cached > 60:
+            assert seen.total("misses_rows") <= sum(rows.numel() for rows in batches)
         assert 0 < seen.hit_ratio < 1
 
 
