@@ -172,7 +172,7 @@ class TieredTables(RowGroup):
 
         Raises:
             ConfigError: the name is taken or malformed.
-            StorageError: gradients are pending, or the medium fails; earlier snapshots stay good.
+            StorageError: gradients are pending, another thread is amid an update, or the medium fails; earlier snapshots stay good.
         """
         if self.num_pending:
             raise StorageError(

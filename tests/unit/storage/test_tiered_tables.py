@@ -344,6 +344,31 @@ def test_the_interpreter_runs_while_the_store_works(tmp_path: Path) -> None:
     assert sum(middle < moment < end for moment in ticks) >= 1, f"{end - middle} s without a tick in a snapshot"
 
 
+def test_another_thread_may_watch(tmp_path: Path) -> None:
+    tables = [uniform_table()]
+    expected = RowGroup.in_dram(tables, ADAM)
+    is_done = threading.Event()
+    seen: list[float] = []
+    with open_tiered(tmp_path, tables, dram_bytes=20 * CACHED_ROW) as group:
+
+        def watch() -> None:
+            while not is_done.is_set():
+                seen.append(group.stats().accesses_rows + group.usage().total_bytes + len(group.segment_map()))
+                group.snapshots()
+            seen.append(-1)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for step in range(1, 30):
+            rows = torch.randperm(1000, generator=torch.Generator().manual_seed(step))[:300]
+            assert torch.equal(train(group, 0, rows, step), train(expected, 0, rows, step))
+        is_done.set()
+        watcher.join(timeout=30)
+        assert seen[-1] == -1
+        assert len(seen) > 2
+        assert_same_state(group, expected)
+
+
 def test_the_backend_is_reported_and_can_be_insisted_on(tmp_path: Path) -> None:
     with open_tiered(tmp_path / "threads", [uniform_table()], io_backend="threads") as group:
         assert group.io_backend == "threads"
