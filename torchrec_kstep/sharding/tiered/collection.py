@@ -13,13 +13,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.sharding.tiered.batches import IdChecks, embedding_names, feature_lengths
 from torchrec_kstep.sharding.tiered.lookups import POOLED_SHARDINGS, ROW_SHARDED
-from torchrec_kstep.sharding.tiered.state import TieredState, add_stand_ins, sharding_group
+from torchrec_kstep.sharding.tiered.state import PrefetchesRows, TieredState, add_stand_ins, sharding_group
 from torchrec_kstep.sharding.tiered.tables import TableMaker, check_collection
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL, EmbeddingShardingInfo, KJTList, collectives_for
 from torchrec_kstep.torchrec_seam.sharding import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 
 
-class ShardedTieredEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # type: ignore[misc]  # torchrec has no type information
+class ShardedTieredEmbeddingBagCollection(PrefetchesRows, ShardedEmbeddingBagCollection):  # type: ignore[misc]  # torchrec is untyped
     """TorchRec's sharded collection, in which tables with `customized_kernel` are ours and the others stay as they are.
 
     Beyond the kernel, three things differ from upstream, for all tables of the collection:

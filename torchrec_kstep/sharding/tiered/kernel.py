@@ -1,7 +1,8 @@
 """The compute kernels: the lookups of tables in a row group, as TorchRec's grouped lookups call them."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,8 +13,19 @@ from torchrec_kstep.ops.batch import Dedup
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.sharding.tiered.optimizer import TieredOptimizer
 from torchrec_kstep.sharding.tiered.shards import TableShard
+from torchrec_kstep.storage.tiered_tables import TieredTables
 from torchrec_kstep.torchrec_seam.kernel import BaseEmbedding, GroupedEmbeddingConfig
 from torchrec_kstep.torchrec_seam.optim import DeferredUpdate, EmptyFusedOptimizer, FusedOptimizerModule
+
+MAX_BATCHES_AHEAD = 64  # whose unique rows are kept; more are told to the rows all the same
+
+
+class _Known(NamedTuple):
+    """A batch that was told ahead."""
+
+    ids: torch.Tensor
+    batch: Dedup
+    offsets: torch.Tensor
 
 
 class TieredKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]  # torchrec has no type information
@@ -35,6 +47,7 @@ class TieredKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]  
         update = DeferredUpdate() if is_deferred else EmptyFusedOptimizer()
         self._stand_ins = {shard.table: stand_in(update) for shard in shards}
         self._table_of_feature = [index for index, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
+        self._ahead: deque[_Known] = deque(maxlen=MAX_BATCHES_AHEAD)
         first_rows = [shards[index].first_row for index in self._table_of_feature]
         self._first_row_of_feature = torch.tensor(first_rows) if any(first_rows) else None
 
@@ -61,9 +74,32 @@ class TieredKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]  
             ids = ids + torch.repeat_interleave(self._first_row_of_feature, bounds.diff()).to(ids.dtype)
         return self.group.dedup(ids.contiguous(), offsets.contiguous(), self._table_of_feature), offsets
 
-    def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Says that these features will be looked up soon; never changes a result."""
-        self.group.prefetch(self.dedup(features)[0])
+    def prefetch(self, features: KeyedJaggedTensor, is_same_later: bool) -> None:
+        """Says that these features will be looked up soon, batch after batch in this order; never changes a result.
+
+        Where the lookup will get the same tensors, their rows are kept for it.
+        """
+        batch, offsets = self.dedup(features)
+        self.group.prefetch(batch)
+        if is_same_later:
+            self._ahead.append(_Known(features.values(), batch, offsets))
+
+    def cancel_prefetch(self) -> None:
+        """Forgets the batches that were told ahead and will not come."""
+        self._ahead.clear()
+        if isinstance(self.group, TieredTables):
+            self.group.cancel_prefetch()
+
+    def _rows_of(self, features: KeyedJaggedTensor) -> tuple[Dedup, torch.Tensor]:
+        """As `dedup`, without doing it again for the very tensors of which `prefetch` was told.
+
+        They are known by their place in memory, which nothing else can take while they are held here.
+        """
+        ids = features.values()
+        if self._ahead and self._ahead[0].ids.data_ptr() == ids.data_ptr() and self._ahead[0].ids.shape == ids.shape and ids.numel():
+            known = self._ahead.popleft()
+            return known.batch, known.offsets
+        return self.dedup(features)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the stand-in of each table."""
@@ -103,7 +139,7 @@ class TieredBagKernel(TieredKernel):
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Returns `[B, sum of the features' dims]` float32."""
-        batch, offsets = self.dedup(features)
+        batch, offsets = self._rows_of(features)
         weights = features.weights().float().contiguous() if self._config.is_weighted else None
         return self.group.pooled_of(batch, offsets, self._table_of_feature, weights, self._pooling)
 
@@ -113,7 +149,7 @@ class TieredSequenceKernel(TieredKernel):
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Returns the rows of all ids, flat float32, feature after feature."""
-        batch, offsets = self.dedup(features)
+        batch, offsets = self._rows_of(features)
         return self.group.sequence_of(batch, offsets, self._table_of_feature)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_kstep.sharding.tiered.kernel import TieredKernel
 from torchrec_kstep.sharding.tiered.tables import TableMaker
@@ -27,12 +28,26 @@ from torchrec_kstep.torchrec_seam.kernel import (
 ROW_SHARDED = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 
 
+class _Prefetches:
+    """Tells tiered kernels of a batch ahead; upstream knows four kernels of its own only."""
+
+    _emb_modules: torch.nn.ModuleList
+    _feature_splits: list[int]
+
+    def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None, is_same_later: bool = False) -> None:
+        """Says that these features will be looked up soon. Stock kernels of the lookup have nothing to bring up on the CPU."""
+        del forward_stream
+        for kernel, features in zip(self._emb_modules, sparse_features.split(self._feature_splits), strict=True):
+            if isinstance(kernel, TieredKernel):
+                kernel.prefetch(features, is_same_later)
+
+
 def is_tiered(config: GroupedEmbeddingConfig) -> bool:
     """Tells whether a group of tables is ours; TorchRec never mixes kernels in a group."""
     return bool(config.compute_kernel.value == CUSTOMIZED_KERNEL)
 
 
-class TieredPooledLookup(GroupedPooledEmbeddingsLookup):  # type: ignore[misc]  # torchrec has no type information
+class TieredPooledLookup(_Prefetches, GroupedPooledEmbeddingsLookup):  # type: ignore[misc]  # torchrec has no type information
     """TorchRec's pooled lookup, with our kernel for the groups that ask for it."""
 
     def __init__(self, maker: TableMaker, name: str, is_row_sharded: bool, **options: Any) -> None:
@@ -50,7 +65,7 @@ class TieredPooledLookup(GroupedPooledEmbeddingsLookup):  # type: ignore[misc]  
         return self._maker.bag_kernel(config, f"{self._name}.{self._num_kernels}", self._is_row_sharded, pg)
 
 
-class TieredSequenceLookup(GroupedEmbeddingsLookup):  # type: ignore[misc]  # torchrec has no type information
+class TieredSequenceLookup(_Prefetches, GroupedEmbeddingsLookup):  # type: ignore[misc]  # torchrec has no type information
     """TorchRec's sequence lookup, with our kernel for the groups that ask for it."""
 
     def __init__(self, maker: TableMaker, name: str, **options: Any) -> None:

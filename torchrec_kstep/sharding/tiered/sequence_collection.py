@@ -11,13 +11,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.sharding.tiered.batches import IdChecks
 from torchrec_kstep.sharding.tiered.lookups import SEQUENCE_SHARDINGS
-from torchrec_kstep.sharding.tiered.state import TieredState, add_stand_ins, sharding_group
+from torchrec_kstep.sharding.tiered.state import PrefetchesRows, TieredState, add_stand_ins, sharding_group
 from torchrec_kstep.sharding.tiered.tables import TableMaker, check_collection
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL, EmbeddingShardingInfo, KJTList
 from torchrec_kstep.torchrec_seam.sharding import ShardedEmbeddingCollection
 
 
-class ShardedTieredEmbeddingCollection(ShardedEmbeddingCollection):  # type: ignore[misc]  # torchrec has no type information
+class ShardedTieredEmbeddingCollection(PrefetchesRows, ShardedEmbeddingCollection):  # type: ignore[misc]  # torchrec is untyped
     """TorchRec's sharded collection, in which tables with `customized_kernel` are ours and the others stay as they are."""
 
     def __init__(

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_kstep.errors import CheckpointError
 from torchrec_kstep.sharding.tiered.kernel import TieredKernel, stand_in
 from torchrec_kstep.sharding.tiered.lookups import tiered_kernels
 from torchrec_kstep.sharding.tiered.shards import TableShard, absent_table, sharded_field
-from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
+from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL, KJTList
 from torchrec_kstep.torchrec_seam.optim import DeferredUpdate, EmptyFusedOptimizer, ShardedTensor
 
 
@@ -86,6 +87,33 @@ class TieredState:
 def kernels_of(lookups: Iterable[nn.Module]) -> list[TieredKernel]:
     """Returns the tiered kernels of a collection's lookups."""
     return [kernel for lookup in lookups for kernel in tiered_kernels(lookup)]
+
+
+class PrefetchesRows:
+    """What sharded collections with tiered tables offer to pipelines that look ahead."""
+
+    _lookups: list[Any]  # TorchRec's, in the order of their shardings
+
+    def prefetch_rows(self, dist_input: KJTList, is_same_later: bool = True) -> None:
+        """Says that a batch, already sent to the ranks of its rows, will be looked up soon. Not collective; changes no result.
+
+        Args:
+            dist_input: what `input_dist` made of the batch.
+            is_same_later: the lookup will get these very tensors, so what is worked out of them now can be kept.
+        """
+        for lookup, features in zip(self._lookups, dist_input, strict=True):
+            if tiered_kernels(lookup):
+                lookup.prefetch(features, is_same_later=is_same_later)
+
+    def prefetch_features(self, features: KeyedJaggedTensor) -> None:
+        """Sends the ids of a batch to the ranks of their rows, only to say that they will be looked up soon. Collective."""
+        awaitable = self.input_dist(self.create_context(), features)  # type: ignore[attr-defined]  # of the sharded collection
+        self.prefetch_rows(awaitable.wait().wait(), is_same_later=False)
+
+    def cancel_prefetch(self) -> None:
+        """Forgets batches that were told ahead and will not come."""
+        for kernel in kernels_of(self._lookups):
+            kernel.cancel_prefetch()
 
 
 def add_stand_ins(modules: nn.ModuleDict, tables: Iterable[str], is_deferred: bool) -> None:
