@@ -67,18 +67,25 @@ def _produce(items: Generator[T, None, None], ready: "queue.Queue[_Item[T] | _Fa
         ready.put(last)
 
 
-def map_ahead(function: Callable[[T], R], items: Iterable[T], num_threads: int) -> Generator[R, None, None]:
-    """Yields `function(item)` for every item, in order, computed by threads that run ahead by up to `num_threads + 1` items.
+def map_ahead(function: Callable[[T], R], items: Iterable[T], num_threads: int, num_ahead: int | None = None) -> Generator[R, None, None]:
+    """Yields `function(item)` for every item, in order, computed by threads that run ahead of the caller.
 
     Worth it only where `function` spends its time outside the interpreter lock, as numpy and Arrow do on large arrays.
     `items` is consumed in the caller's thread. An exception is raised in place of the result that it prevented.
+
+    Args:
+        function: is called in several threads at a time.
+        items: its arguments.
+        num_threads: threads of the pool.
+        num_ahead: items that are taken before the result of the first one is waited for; None = `num_threads`.
     """
+    num_ahead = num_threads if num_ahead is None else num_ahead
     pending: deque[Future[R]] = deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="kstep-map") as pool:
         try:
             for item in items:
                 pending.append(pool.submit(function, item))
-                if len(pending) > num_threads:
+                if len(pending) > num_ahead:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()

@@ -1,5 +1,6 @@
 """Puts columns of numbers together into a `Batch`, and refuses columns that do not fit together."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,15 @@ class Bags:
 
     ids: npt.NDArray[np.integer]
     lengths: npt.NDArray[np.integer] | None = None
+
+    @classmethod
+    def join(cls, pieces: Sequence["Bags"]) -> "Bags":
+        """Lays bags with lengths end to end; there may be none."""
+        if len(pieces) == 1:
+            return pieces[0]
+        nothing = np.empty(0, dtype=np.int32)
+        lengths = [nothing, *(piece.lengths for piece in pieces if piece.lengths is not None)]
+        return cls(np.concatenate([nothing, *(piece.ids for piece in pieces)]), np.concatenate(lengths))
 
 
 def make_sparse(names: Sequence[str], ids: torch.Tensor, lengths: torch.Tensor) -> KeyedJaggedTensor:
@@ -128,6 +138,51 @@ def pad_batch(
         weight=torch.from_numpy(weight),
         num_global_rows=num_global_rows,
     )
+
+
+def make_single_valued_batch(
+    schema: FeatureSchema,
+    dense: npt.NDArray[np.float32],
+    ids: npt.NDArray[np.int64],
+    label: npt.NDArray[np.float32],
+    num_padded_rows: int,
+    num_global_rows: int,
+) -> Batch:
+    """Makes a batch whose rows have one id for every feature, without copying the ids.
+
+    Bag lengths, which all such batches have in common, are one tensor for all of them: nobody may change them in place.
+
+    Args:
+        schema: names and order of the columns.
+        dense: `[n, num_dense]` float32; taken over where it needs no padding, like `label`.
+        ids: `[num_features, n]` int64, contiguous; taken over.
+        label: `[n]` float32.
+        num_padded_rows: rows after padding.
+        num_global_rows: rows of the global batch.
+    """
+    num_features, num_rows = ids.shape
+    weight = np.zeros(num_padded_rows, dtype=np.float32)
+    weight[:num_rows] = 1
+    return Batch(
+        dense=torch.from_numpy(_pad(dense, num_padded_rows)),
+        sparse=KeyedJaggedTensor(
+            keys=list(schema.sparse_names),
+            values=torch.from_numpy(ids.reshape(-1)),
+            lengths=_one_id_a_row(num_features, num_rows, num_padded_rows),
+            stride=num_padded_rows,
+            length_per_key=[num_rows] * num_features,
+        ),
+        label=torch.from_numpy(_pad(label, num_padded_rows)),
+        weight=torch.from_numpy(weight),
+        num_global_rows=num_global_rows,
+    )
+
+
+@functools.lru_cache(maxsize=4)  # a stream has one or two sizes of batches, and two streams may be open
+def _one_id_a_row(num_features: int, num_rows: int, num_padded_rows: int) -> torch.Tensor:
+    lengths = np.zeros((num_features, num_padded_rows), dtype=np.int32)
+    lengths[:, :num_rows] = 1
+    return torch.from_numpy(lengths).view(-1)
 
 
 def _pad(rows: npt.NDArray[np.float32], num_padded_rows: int) -> npt.NDArray[np.float32]:

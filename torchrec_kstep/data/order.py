@@ -122,7 +122,7 @@ class Window:
 
     def num_own_rows(self, order: BatchOrder) -> int:
         """Rows of the window that belong to the order's rank."""
-        return _num_congruent(self.num_rows, (order.rank - self.first_position) % order.world_size, order.world_size)
+        return _num_congruent(self.num_rows, _first_own(self, order), order.world_size)
 
 
 def plan_windows(row_group_rows: Sequence[int], shuffle_row_groups: int, order: BatchOrder) -> list[Window]:
@@ -159,50 +159,77 @@ def plan_windows(row_group_rows: Sequence[int], shuffle_row_groups: int, order: 
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What one rank decodes of a window, and in which order its rows come.
+class InTurn:
+    """Rows that come in turn from lanes of equal size, laid end to end: the first row of each, then the second of each.
 
-    A shuffle is a permutation of each row group, applied while its columns are in the processor's cache, and then a merge
-    that reads every row group from front to back. A random merge of random permutations is a random permutation of all.
+    One lane means that rows come as they lie.
 
     Attributes:
-        row_groups: what to decode, in this order.
-        permutations: per row group, `[rows]` indices into it; None = it keeps its order.
-        rows: `[num_own_rows]` indices into the permuted row groups laid end to end.
+        num_lanes: how many lanes there are.
+        num_rows: rows of all of them together.
     """
 
-    row_groups: tuple[int, ...]
-    permutations: tuple[npt.NDArray[np.int64] | None, ...]
-    rows: npt.NDArray[np.int64]
+    num_lanes: int
+    num_rows: int
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+        return self.num_rows
+
+    def indices(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Returns where the rows `begin` to `end` of the turn lie."""
+        turn, lane = np.divmod(np.arange(begin, end, dtype=np.int64), self.num_lanes)
+        return lane * (self.num_rows // self.num_lanes) + turn
 
 
-def read_own_rows(window: Window, row_group_rows: Sequence[int], order: BatchOrder) -> Reading:
-    """Says how the order's rank reads its rows of a window."""
-    first = (order.rank - window.first_position) % order.world_size
-    groups = window.row_groups
-    if not window.is_full:
-        rows = np.arange(window.num_rows, dtype=np.int64)
-        if order.shuffle:
-            # Numbers of 16 bits are sorted by radix, several times faster than wider ones.
-            lanes = np.arange(len(groups), dtype=np.uint16 if len(groups) <= 1 << 16 else np.int64)
-            lane_of_position = np.repeat(lanes, [row_group_rows[group] for group in groups])
-            lane_of_position = _generator(order, _ORDER_OF_RAGGED_WINDOW, *groups).permutation(lane_of_position)
-            rows[np.argsort(lane_of_position, kind="stable")] = np.arange(window.num_rows)
-        rows = rows[first :: order.world_size]
-    elif len(groups) % order.world_size == 0:
-        groups = groups[first :: order.world_size]
-        rows = _round_robin(len(groups), row_group_rows[groups[0]])
+def own_row_groups(window: Window, order: BatchOrder) -> tuple[int, ...]:
+    """Says which row groups of a window the order's rank decodes."""
+    if window.is_full and len(window.row_groups) % order.world_size == 0:
+        return window.row_groups[_first_own(window, order) :: order.world_size]
+    return window.row_groups
+
+
+def own_rows(window: Window, row_group_rows: Sequence[int], order: BatchOrder) -> InTurn | npt.NDArray[np.int64]:
+    """Says in which order the rows of the rank's row groups come.
+
+    A shuffle permutes each row group (`permutation_of`), while its columns are in the processor's cache, and then merges
+    them, reading every row group from front to back. A random merge of random permutations is a random permutation of all.
+
+    Returns:
+        A rule, or `[num_own_rows]` indices, for the rank's permuted row groups laid end to end.
+    """
+    groups = own_row_groups(window, order)
+    if window.is_full:
+        in_turn = InTurn(len(groups), len(groups) * row_group_rows[groups[0]])
+        if len(groups) < len(window.row_groups) or order.world_size == 1:
+            return in_turn
+        rows = in_turn.indices(0, len(in_turn))
+    elif order.shuffle:
+        rows = _random_merge([row_group_rows[group] for group in groups], _generator(order, _ORDER_OF_RAGGED_WINDOW, *groups))
+    elif order.world_size == 1:
+        return InTurn(1, window.num_rows)
     else:
-        rows = _round_robin(len(groups), row_group_rows[groups[0]])[first :: order.world_size]
-    permutations = tuple(
-        _generator(order, _ORDER_IN_LANE, group).permutation(row_group_rows[group]) if order.shuffle else None for group in groups
-    )
-    return Reading(groups, permutations, np.ascontiguousarray(rows))
+        rows = np.arange(window.num_rows, dtype=np.int64)
+    return np.ascontiguousarray(rows[_first_own(window, order) :: order.world_size])
 
 
-def _round_robin(num_lanes: int, rows_per_lane: int) -> npt.NDArray[np.int64]:
-    """Indices that take the first row of each lane, then the second of each, and so on; the lanes are laid end to end."""
-    return np.arange(num_lanes * rows_per_lane, dtype=np.int64).reshape(num_lanes, rows_per_lane).T.reshape(-1)
+def permutation_of(row_group: int, num_rows: int, order: BatchOrder) -> npt.NDArray[np.int64] | None:
+    """Returns the `[num_rows]` indices by which the rows of a row group are permuted before merging; None = they keep their order."""
+    return _generator(order, _ORDER_IN_LANE, row_group).permutation(num_rows) if order.shuffle else None
+
+
+def _random_merge(num_rows: Sequence[int], generator: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Merges sequences laid end to end: each keeps its order, all merges are equally likely."""
+    # Numbers of 16 bits are sorted by radix, several times faster than wider ones.
+    sequences = np.arange(len(num_rows), dtype=np.uint16 if len(num_rows) <= 1 << 16 else np.int64)
+    sequence_of_position = generator.permutation(np.repeat(sequences, num_rows))
+    rows = np.empty(sum(num_rows), dtype=np.int64)
+    rows[np.argsort(sequence_of_position, kind="stable")] = np.arange(len(rows))
+    return rows
+
+
+def _first_own(window: Window, order: BatchOrder) -> int:
+    return (order.rank - window.first_position) % order.world_size
 
 
 def _num_congruent(num_positions: int, residue: int, modulus: int) -> int:

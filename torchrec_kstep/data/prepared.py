@@ -4,11 +4,13 @@ from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 
-from torchrec_kstep.data.background import work_ahead
-from torchrec_kstep.data.columns import OwnRows, RowCursor, RowGroup, decode, gather
+from torchrec_kstep.data.columns import RowGroup
 from torchrec_kstep.data.dataset import BatchStream
 from torchrec_kstep.data.manifest import Manifest, check_files, read_manifest
-from torchrec_kstep.data.order import BatchOrder, num_own_rows_before, plan_windows, read_own_rows, shares
+from torchrec_kstep.data.order import BatchOrder, num_own_rows_before, shares
+from torchrec_kstep.data.own_rows import RowCursor, gather
+from torchrec_kstep.data.window_memory import SpareMemory
+from torchrec_kstep.data.windows import WindowSource
 from torchrec_kstep.types import SPLITS, Batch, FeatureSchema, Split
 
 
@@ -17,7 +19,8 @@ class PreparedSet:
 
     Opening reads the manifest and the footers and checks both; rows are read by the streams alone, each with files and
     threads of its own. A stream holds the row groups of two windows (`shuffle_row_groups` each, divided over the ranks where
-    their number divides it): the one in use, and the next one, which is decoded meanwhile.
+    their number divides it): the one in use, and the next one, which is decoded meanwhile. Their memory is kept for the next
+    stream.
 
     Args:
         folder: the prepared set.
@@ -36,6 +39,7 @@ class PreparedSet:
         self._schema = self.manifest.feature_schema()
         self._shuffle_row_groups = shuffle_row_groups
         self._prefetch_batches = prefetch_batches
+        self._spare_memory = SpareMemory(self.manifest)
         self._row_groups = {split: _row_groups(folder, self.manifest, split, limit if split == "train" else 0) for split in SPLITS}
 
     @property
@@ -64,24 +68,15 @@ class PreparedSet:
 
     def _iterate(self, split: Split, order: BatchOrder, start_step: int) -> Generator[Batch, None, None]:
         num_rows = self.num_rows(split)
-        windows = self._decode_windows(split, order, num_own_rows_before(order, num_rows, start_step))
-        if self._prefetch_batches:
-            windows = work_ahead(windows, 1, "kstep-windows")
-        with closing(RowCursor(windows)) as cursor:
+        bag_names = [column.name for column in self.manifest.sparse if column.is_bag]
+        source = WindowSource(
+            self._row_groups[split], self.manifest, self._shuffle_row_groups, self._spare_memory, is_ahead=self._prefetch_batches > 0
+        )
+        windows = source.decode(order, num_own_rows_before(order, num_rows, start_step))
+        with closing(RowCursor(windows, self._spare_memory.give_back)) as cursor:
             for share in shares(order, num_rows, start_step):
                 pieces = cursor.next_rows(share.num_rows)
-                yield gather(pieces, self._schema, share.num_padded_rows, share.num_global_rows)
-
-    def _decode_windows(self, split: Split, order: BatchOrder, num_rows_to_skip: int) -> Generator[OwnRows, None, None]:
-        groups = self._row_groups[split]
-        row_group_rows = [group.num_rows for group in groups]
-        for window in plan_windows(row_group_rows, self._shuffle_row_groups, order):
-            num_own_rows = window.num_own_rows(order)
-            if num_rows_to_skip < num_own_rows:
-                reading = read_own_rows(window, row_group_rows, order)
-                columns = decode([groups[index] for index in reading.row_groups], reading.permutations, self.manifest)
-                yield OwnRows(columns, reading.rows[num_rows_to_skip:])
-            num_rows_to_skip = max(0, num_rows_to_skip - num_own_rows)
+                yield gather(pieces, bag_names, self._schema, share.num_rows, share.num_padded_rows, share.num_global_rows)
 
 
 def _row_groups(folder: Path, manifest: Manifest, split: Split, limit: int) -> list[RowGroup]:

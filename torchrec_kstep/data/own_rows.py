@@ -1,0 +1,121 @@
+"""The rows of one rank, window after window, and batches copied out of them. Which rows, and in which order, is `order`'s business."""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_kstep.data.collate import Bags, make_single_valued_batch, pad_batch
+from torchrec_kstep.data.columns import Columns
+from torchrec_kstep.data.order import InTurn
+from torchrec_kstep.data.window_memory import WindowMemory
+from torchrec_kstep.types import Batch, FeatureSchema
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Some rows of this rank in one window, in the order in which they come.
+
+    Attributes:
+        columns: the row groups that the rank decodes.
+        memory: where the columns lie.
+        rows: in which order the rows of the columns come.
+        begin: first of the rows in this order.
+        end: behind the last one.
+    """
+
+    columns: Columns
+    memory: WindowMemory
+    rows: InTurn | npt.NDArray[np.int64]
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+        return self.end - self.begin
+
+    def cut(self, num_rows: int) -> tuple["OwnRows", "OwnRows"]:
+        """Returns the first `num_rows` rows, or all if there are fewer, and the rest."""
+        middle = min(self.begin + num_rows, self.end)
+        return replace(self, end=middle), replace(self, begin=middle)
+
+    def copy(self, columns: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+        """Copies the rows of `columns`, `[num_columns, num_rows_of_window]`, to `out`, `[num_columns, len(self)]` of any layout."""
+        if isinstance(self.rows, InTurn):
+            _copy_in_turn(columns.reshape(len(columns), self.rows.num_lanes, -1), self.begin, out)
+        else:
+            out[:] = columns.take(self.rows[self.begin : self.end], axis=1)
+
+    def bags(self, name: str) -> Bags:
+        """Gathers the bags of the rows."""
+        rows = self.rows.indices(self.begin, self.end) if isinstance(self.rows, InTurn) else self.rows[self.begin : self.end]
+        return self.columns.bags[name].take(rows)
+
+
+def _copy_in_turn(lanes: npt.NDArray[Any], begin: int, out: npt.NDArray[Any]) -> None:
+    """Copies `[num_columns, num_lanes, rows_per_lane]`, from row `begin` of the turn on, to `[num_columns, num_rows]`."""
+    num_columns, num_lanes, _ = lanes.shape
+    num_rows = out.shape[1]
+    turn, lane = divmod(begin, num_lanes)
+    done = 0
+    if lane:  # the rest of a turn that was begun
+        done = min(num_lanes - lane, num_rows)
+        out[:, :done] = lanes[:, lane : lane + done, turn]
+        turn += 1
+    num_turns, num_left = divmod(num_rows - done, num_lanes)
+    middle = out[:, done : num_rows - num_left].reshape(num_columns, num_turns, num_lanes)  # a view: splitting an axis never copies
+    middle[:] = lanes[:, :, turn : turn + num_turns].transpose(0, 2, 1)
+    if num_left:
+        out[:, num_rows - num_left :] = lanes[:, :num_left, turn + num_turns]
+
+
+class RowCursor:
+    """Walks over the rows of successive windows; a batch may begin in one window and end in the next."""
+
+    def __init__(self, windows: Generator[OwnRows, None, None], give_back: Callable[[WindowMemory], None]) -> None:
+        """Starts before the first row of the first window; `give_back` is called with the memory of every finished window."""
+        self._windows = windows
+        self._give_back = give_back
+        self._rest: OwnRows | None = None
+
+    def next_rows(self, num_rows: int) -> Generator[OwnRows, None, None]:
+        """Yields the next `num_rows` rows, in one piece per window that they touch; a piece is valid until the next one is asked for."""
+        while num_rows:
+            if not self._rest:
+                if self._rest is not None:  # given back first, so that the window after the next one can be decoded into it
+                    self._give_back(self._rest.memory)
+                self._rest = next(self._windows)
+            piece, self._rest = self._rest.cut(num_rows)
+            num_rows -= len(piece)
+            yield piece
+
+    def close(self) -> None:
+        """Ends the source of windows and its threads."""
+        self._windows.close()
+        if self._rest is not None:
+            self._give_back(self._rest.memory)
+
+
+def gather(
+    pieces: Iterable[OwnRows], bag_names: Sequence[str], schema: FeatureSchema, num_rows: int, num_padded_rows: int, num_global_rows: int
+) -> Batch:
+    """Makes the batch that holds the `num_rows` rows of `pieces` in turn, then padding rows; takes no piece before the last is copied."""
+    single = np.empty((len(schema.sparse) - len(bag_names), num_rows), dtype=np.int64)
+    dense = np.empty((num_rows, schema.num_dense), dtype=np.float32)
+    label = np.empty(num_rows, dtype=np.float32)
+    bags: dict[str, list[Bags]] = {name: [] for name in bag_names}
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + len(piece)
+        piece.copy(piece.columns.single, single[:, begin:end])
+        piece.copy(piece.columns.dense, dense[begin:end].T)
+        piece.copy(piece.columns.label[None], label[None, begin:end])
+        for name in bag_names:
+            bags[name].append(piece.bags(name))
+    if not bag_names:
+        return make_single_valued_batch(schema, dense, single, label, num_padded_rows, num_global_rows)
+    next_single = iter(single)
+    in_order = [Bags.join(bags[name]) if name in bags else Bags(next(next_single)) for name in schema.sparse_names]
+    return pad_batch(schema, dense, in_order, label, num_padded_rows, num_global_rows)
