@@ -5,8 +5,8 @@
     soak  many Zipf and then uniform batches with cleaning: how long steps wait for the cleaner, space, memory over time.
     big   more rows than memory holds: every row materialised by one sweep, then Zipf batches; disk, memory, estimate.
 
-`step` runs its contenders in turns, some steps each; the first ones of a turn are not timed, since what was prefetched while
-another one ran would flatter them.
+`step` runs its contenders in turns; a sample is the mean step of a turn, without the steps at its ends, where prefetching has a
+head start or runs out of batches.
 """
 
 import argparse
@@ -126,7 +126,10 @@ class Training:
         self.group.pooled_of(dedup, self._offsets, self._features).backward(self._grad)
 
     def turn(self, ids: list[torch.Tensor], num_untimed: int, replay: bool) -> list[float]:
-        """Runs all batches; seconds of each but the first `num_untimed`. Dedup is part of a step, but not of the store."""
+        """Runs all batches; seconds of each but those at both ends. Dedup is part of a step, but not of the store.
+
+        The first `num_untimed` profit from what was prefetched between turns, and during the last ones there is less to prefetch.
+        """
         seconds = []
         begin = time.perf_counter()
         for index, (_, dedup) in enumerate(self.batches(ids)):
@@ -136,7 +139,7 @@ class Training:
             else:
                 self.step(dedup)
             end = time.perf_counter()
-            if index >= num_untimed:
+            if num_untimed <= index < len(ids) - DEPTH:
                 seconds.append(end - begin)
             begin = end
         return seconds
@@ -155,12 +158,12 @@ def record_step(run: Harness, folder: Path) -> None:
     num_timed = 3 if run.quick else 10
     samples: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(run.num_rounds + 2):
-        batches = [ids.draw() for _ in range(num_untimed + num_timed)]
+        batches = [ids.draw() for _ in range(num_untimed + num_timed + DEPTH)]
         names = list(sides)
         for name in names[index % 3 :] + names[: index % 3]:
             seconds = trainings[name].turn(batches, num_untimed, replay=name == "io")
             if index >= 2:
-                samples[name] += seconds
+                samples[name].append(sum(seconds) / len(seconds))  # rows come up in rounds, so single steps differ widely
     case = setting.case("step", "zipf")
     spreads = {name: Spread.of([1e3 * sample for sample in found]) for name, found in samples.items()}
     bound = max(("compute", "io"), key=lambda name: spreads[name].median)
