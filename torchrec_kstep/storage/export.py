@@ -1,6 +1,6 @@
 """Writes the rows of a snapshot to Parquet or safetensors files, one per table, in bounded memory.
 
-A file appears under its name when it is whole; until then it ends in `.partial`.
+A file appears under its name when it is whole; until then it ends in `.partial`, and a failure removes it.
 """
 
 import json
@@ -72,8 +72,11 @@ def export(
             num_rows = table.spec.num_rows if with_untouched else table.materialised_rows
             chunks = _told(snapshot.scan(table.spec.name, _rows_per_chunk(table), with_untouched), table.spec.name, progress)
             write = _write_parquet if file_format == "parquet" else _write_safetensors
-            write(partial, narrowed, num_rows, chunks)
-            os.replace(partial, path)
+            try:
+                write(partial, narrowed, num_rows, chunks)
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
             files.append(path)
     except OSError as error:
         if isinstance(error, StorageIOError):

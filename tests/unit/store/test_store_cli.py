@@ -128,6 +128,23 @@ def test_compact_keeps_the_rows_and_gives_space_back(trained: tuple[Path, RowGro
     assert "exists" in err
 
 
+def test_damage_stops_compaction_and_export_and_leaves_nothing_behind(
+    trained: tuple[Path, RowGroup], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = trained
+    segment = sorted((Path(store_paths(folder)[0]) / "snapshots" / "second").glob("log-*/seg-*.seg"))[-1]
+    damaged = bytearray(segment.read_bytes())
+    damaged[4096 + 10] ^= 1
+    segment.write_bytes(damaged)
+    status, _, err = run(capsys, "compact", folder / "ssd")
+    assert (status, str(segment) in err, "offset 4096" in err) == (1, True, True), err
+    assert Snapshot.names(store_paths(folder)) == ["first", "second"]
+    for file_format in ("parquet", "safetensors"):
+        status, _, err = run(capsys, "export", folder / "ssd", "--out", folder / "out", "--format", file_format)
+        assert (status, str(segment) in err) == (1, True), err
+    assert not [path for path in (folder / "out").iterdir() if path.suffix == ".partial"]
+
+
 @pytest.mark.parametrize("with_untouched", [False, True])
 def test_export_to_parquet_and_safetensors(
     trained: tuple[Path, RowGroup], with_untouched: bool, capsys: pytest.CaptureFixture[str]
