@@ -1,6 +1,7 @@
 """The training loop, to be read from top to bottom. It joins no stages and opens no files: `train.py` does."""
 
 import math
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -38,6 +39,7 @@ class Loop:
     timer: PhaseTimer
     checkpoints: CheckpointManager
     sinks: Sinks
+    table_scalars: Callable[[], Mapping[str, float]] = dict
 
     def __post_init__(self) -> None:
         """Starts the loss at zero rows."""
@@ -129,6 +131,8 @@ class Loop:
         step_s = sum(seconds[phase] for phase in STEP_PHASES)
         values = {"loss": loss, "rows_per_s": num_rows / step_s if step_s else 0.0, "lr": train_lr, "epoch": float(state.epoch + 1)}
         self.sinks.scalars("train", state.step, values | {f"{phase}_s": spent for phase, spent in seconds.items()})
+        if counters := self.table_scalars():
+            self.sinks.scalars("tiers", state.step, counters)
 
     def _validate(self, state: TrainState) -> None:
         """Evaluates on validation and notes whether this is the best AUC so far."""

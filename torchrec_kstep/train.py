@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from torchrec_kstep.planner.plan import find_tables
 from torchrec_kstep.report import REPORT_NAME, write_facts, write_report
 from torchrec_kstep.runtime import Job, bound_waits, open_run_dir, run
 from torchrec_kstep.sharding import build_sharders, shard_task
+from torchrec_kstep.sharding.tiered import tier_scalars
 from torchrec_kstep.torchrec_seam.pipeline import make_pipeline
 from torchrec_kstep.types import SPLITS
 from torchrec_kstep.world import World
@@ -118,6 +120,7 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
         timer=timer,
         checkpoints=checkpoints,
         sinks=Sinks(),
+        table_scalars=partial(tier_scalars, dmp),
     )
 
 

@@ -3,6 +3,7 @@
 Layer: multiprocess.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,22 @@ def test_resuming_equals_not_stopping_bit_for_bit(tmp_path: Path, tier: str) -> 
         assert state.step == 6
         actual.train(state)
         assert_equal_bits(fingerprints(actual), fingerprints(expected))
+
+
+def test_counters_of_the_tables_are_recorded(tmp_path: Path) -> None:
+    """Otherwise nobody would see that a cache is too small."""
+    with one_rank_group() as world:
+        finish(on_ssd(tiered_config(), tmp_path / "rows", "2KiB"), world, TinyDataset(), tmp_path / "ssd")
+        finish(tiered_config(), world, TinyDataset(), tmp_path / "dram")
+        finish(tiny_config(), world, TinyDataset(), tmp_path / "dense")
+    ssd, dram, dense = (_last_counters(tmp_path / name) for name in ("ssd", "dram", "dense"))
+    assert ssd["hits_rows"] + ssd["misses_rows"] + ssd["first_touches_rows"] > 0
+    assert 0 < ssd["hit_ratio"] < 1
+    assert dram["materialised_rows"] == 2 * (24 + 17 + 9)  # each id of the set, in its table and in its first-order table
+    assert dense == {}
+
+
+def _last_counters(run_dir: Path) -> dict[str, float]:
+    records = [json.loads(line) for line in next(run_dir.glob("*.jsonl")).read_text().splitlines()]
+    found = [record for record in records if record["event"] == "tiers"]
+    return found[-1] if found else {}

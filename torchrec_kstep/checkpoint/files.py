@@ -30,6 +30,7 @@ _SAFETENSORS_DTYPES = {
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _SAFETENSORS_DTYPES}
 _FILE_NAME = re.compile(r"[a-z0-9_]{1,64}\.safetensors")
 _READ_BYTES = 1 << 22
+BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class FileInfo:
 
 
 def write_safetensors(path: Path, entries: Iterable[Entry]) -> FileInfo:
-    """Writes `entries` as a safetensors file and syncs it to the disk. One tensor at a time is held on the host.
+    """Writes `entries` as a safetensors file and syncs it to the disk. A few megabytes are held on the host at a time.
 
     Raises:
         CheckpointError: a dtype that the format does not know, or the disk refused.
@@ -80,13 +81,24 @@ def write_safetensors(path: Path, entries: Iterable[Entry]) -> FileInfo:
 
 
 def _parts(entries: list[Entry]) -> Iterator[bytes | memoryview]:
-    """What the file consists of, one tensor at a time."""
+    """What the file consists of, in blocks of rows."""
     yield _header(entries)
     for entry in entries:
-        values = entry.values().detach().cpu().contiguous()  # a copy only where it lies elsewhere or is strided
+        values = entry.values().detach()
         assert values.dtype == entry.dtype
         assert values.size() == entry.size, f"{entry.key}: announced {entry.size}, got {values.size()}"
-        yield values.reshape(-1).view(torch.uint8).numpy().data
+        for rows in row_blocks(entry.size, entry.dtype):
+            block = values[rows] if values.ndim else values
+            yield block.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data  # copied only where it lies elsewhere
+
+
+def row_blocks(size: torch.Size, dtype: torch.dtype) -> Iterator[slice]:
+    """Cuts the first dimension into parts of `BLOCK_BYTES` or one row: what is moved at a time. A scalar is one part."""
+    num_rows = size[0] if size else 1
+    row_bytes = max(size[1:].numel() * dtype.itemsize, 1) if size else 1
+    step = max(BLOCK_BYTES // row_bytes, 1)
+    for begin in range(0, num_rows, step):
+        yield slice(begin, min(begin + step, num_rows))
 
 
 def _header(entries: list[Entry]) -> bytes:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from torchrec_kstep.checkpoint.files import DTYPES, Entry, FileInfo, remove_folder, sync_folder, write_safetensors, write_text
+from torchrec_kstep.checkpoint.files import DTYPES, Entry, FileInfo, remove_folder, row_blocks, sync_folder, write_safetensors, write_text
 from torchrec_kstep.checkpoint.manifest import MANIFEST_NAME, Chunk, Manifest, TensorInfo
 from torchrec_kstep.errors import CheckpointError
 
@@ -223,11 +223,15 @@ class SnapshotReader(StorageReader):
         if item.type == LoadItemType.BYTE_IO:
             planner.load_bytes(item, io.BytesIO(opened.get_tensor(key).numpy().tobytes()))
             return
-        box = tuple(slice(offset, offset + length) for offset, length in zip(item.storage_offsets, item.lengths, strict=True))
-        source = opened.get_slice(key)[box] if box else opened.get_tensor(key)
         target = planner.resolve_tensor(item).detach()
-        assert target.size() == source.size()
-        target.copy_(source)
+        assert target.size() == item.lengths
+        if not target.ndim:
+            target.copy_(opened.get_tensor(key))
+        else:
+            source = opened.get_slice(key)
+            first, *others = [slice(offset, offset + length) for offset, length in zip(item.storage_offsets, item.lengths, strict=True)]
+            for rows in row_blocks(target.size(), target.dtype):
+                target[rows].copy_(source[(slice(first.start + rows.start, first.start + rows.stop), *others)])
         planner.commit_tensor(item, target)
 
     @classmethod

@@ -1,6 +1,7 @@
-"""Embedding tables in tiers, as TorchRec's `DistributedModelParallel` takes them. See docs/tiered_tables.md."""
+"""Embedding tables in tiers, as TorchRec's `DistributedModelParallel` takes them. See docs/tiered_sharding.md."""
 
+from torchrec_kstep.sharding.tiered.counters import tier_scalars
 from torchrec_kstep.sharding.tiered.look_ahead import look_ahead
 from torchrec_kstep.sharding.tiered.sharder import TieredEmbeddingBagCollectionSharder, TieredEmbeddingCollectionSharder
 
-__all__ = ["TieredEmbeddingBagCollectionSharder", "TieredEmbeddingCollectionSharder", "look_ahead"]
+__all__ = ["TieredEmbeddingBagCollectionSharder", "TieredEmbeddingCollectionSharder", "look_ahead", "tier_scalars"]
