@@ -133,7 +133,7 @@ HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 def test_any_schedule() -> None:
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=10, stateful_step_count=20, suppress_health_check=HEALTH))
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=20, stateful_step_count=20, suppress_health_check=HEALTH))
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from torchrec_kstep.tier_config import TierConfig
 from torchrec_kstep.units import KIB
 
 CACHES = ("nothing", "one row", "a few rows", "5 %", "everything")
-QUICK = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+QUICK = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 LONG = settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
