@@ -19,6 +19,7 @@ FAST_CASES = [
     Case(("rw", "rw", "tw0"), (SUM, MEAN, MEAN), stock=STOCK, uneven=True),
     Case(("cw", "rw", "tw_last"), weighted=True),
     Case(("rw", "tw0", "cw"), deferred=True, micro_batches=3),
+    Case(("rw", "tw0", "dp"), (MEAN, SUM, MEAN), stock={"c": "dense"}),
 ]
 TWO_HOSTS = [
     Case(("twrw0", "twrw_last", "rw"), (MEAN, SUM, MEAN), uneven=True),
@@ -40,14 +41,12 @@ def _matrix(num_hosts: int) -> list[Case]:
     poolings = [(SUM, SUM, SUM), (MEAN, MEAN, MEAN), (SUM, MEAN, SUM), (MEAN, SUM, MEAN)]
     cases = []
     for place, pooling, uneven in itertools.product(places, poolings, (False, True)):
-        case = Case(place, pooling, stock={"c": "dense"} if "dp" in place else {}, uneven=uneven and "dp" not in place)
-        if "dp" in place:
-            continue  # replicated tables are stepped by dense optimizers, see test_tiered_train
-        cases.append(case)
+        case = Case(place, pooling, stock={"c": "dense"} if place[2] == "dp" else {}, uneven=uneven)
+        cases += [case, replace(case, stock={**case.stock, "b": "fused"})]
         if pooling == (SUM, SUM, SUM):
-            cases += [replace(case, weighted=True), replace(case, deferred=True, micro_batches=2)]
-        if not (uneven and "rw" in place[2]):
-            cases.append(replace(case, stock={"b": "fused"}))
+            cases.append(replace(case, weighted=True))
+            if place[2] != "dp":  # a replicated table steps with each backward here
+                cases.append(replace(case, deferred=True, micro_batches=2))
     if num_hosts > 1:
         cases += [
             replace(case, dim=256, places=grid, stock=stock)

@@ -232,6 +232,16 @@ def train(case: Case, dmp: nn.Module, world: World, steps: range, check: Callabl
                 check(step, micro, pooled.detach())
             part.loss(pooled, case.micro_batches).backward()
         optimizer.step()
+        _step_dense(dmp, lr_of(step))
+
+
+@torch.no_grad()
+def _step_dense(dmp: nn.Module, lr: float) -> None:
+    """Plain gradient descent for the tables of which nobody else takes care: those with TorchRec's dense kernel."""
+    for parameter in dmp.parameters():
+        if parameter.grad is not None:
+            parameter -= lr * parameter.grad
+            parameter.grad = None
 
 
 def gathered(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
