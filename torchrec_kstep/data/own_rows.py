@@ -44,7 +44,8 @@ class OwnRows:
     def copy(self, columns: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """Copies the rows of `columns`, `[num_columns, num_rows_of_window]`, to `out`, `[num_columns, len(self)]` of any layout."""
         if isinstance(self.rows, InTurn):
-            _copy_in_turn(columns.reshape(len(columns), self.rows.num_lanes, -1), self.begin, out)
+            num_lanes = self.rows.num_lanes  # the last size is spelt out, because of sets without a column of a kind
+            _copy_in_turn(columns.reshape(len(columns), num_lanes, columns.shape[1] // num_lanes), self.begin, out)
         else:
             out[:] = columns.take(self.rows[self.begin : self.end], axis=1)
 

@@ -29,6 +29,16 @@ def make_prepared_set(folder: Path, files: Sequence[Sequence[int]], eval_files: 
         replace: entries of the manifest that differ.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    shares = dict.fromkeys(SPLITS, 0.0)
+    columns = {
+        "dense": [DenseColumn("d0", "none", shares), DenseColumn("d1", "none", shares)],
+        "sparse": [
+            SparseColumn("row", NUM_ROWS_OF_TABLE, 1, False, "hash", 0, shares, shares),
+            SparseColumn("bag", 1000, 3, True, "hash", 0, shares, shares),
+        ],
+    }
+    named = {column.name for kind, usual in columns.items() for column in replace.get(kind, usual)}
+    written = ["label", *(column.name for usual in columns.values() for column in usual if column.name in named)]
     splits = {}
     for split in SPLITS:
         (folder / split).mkdir()
@@ -36,21 +46,16 @@ def make_prepared_set(folder: Path, files: Sequence[Sequence[int]], eval_files: 
         for index, row_groups in enumerate(files if split == "train" else eval_files):
             name = f"{split}/part-{index:05d}.parquet"
             rows = np.arange(num_rows, num_rows + sum(row_groups))
-            write_rows(folder / name, rows, row_groups)
+            write_rows(folder / name, rows, row_groups, written)
             parts.append(PartFile(name, (folder / name).stat().st_size, footer_sha256(folder / name), list(row_groups)))
             num_rows += len(rows)
         splits[split] = SplitFiles(num_rows, num_rows // 2, parts)
-    shares = dict.fromkeys(SPLITS, 0.0)
     manifest = {
         "name": "criteo",
         "fingerprint": "0" * 32,
         "options": {},
         "sources": [],
-        "dense": [DenseColumn("d0", "none", shares), DenseColumn("d1", "none", shares)],
-        "sparse": [
-            SparseColumn("row", NUM_ROWS_OF_TABLE, 1, False, "hash", 0, shares, shares),
-            SparseColumn("bag", 1000, 3, True, "hash", 0, shares, shares),
-        ],
+        **columns,
         "splits": splits,
         "num_bad_lines": 0,
         "bad_lines": [],
@@ -59,8 +64,8 @@ def make_prepared_set(folder: Path, files: Sequence[Sequence[int]], eval_files: 
     return folder
 
 
-def write_rows(path: Path, rows: Any, row_groups: Sequence[int], **replace: Any) -> None:
-    """Writes rows of the hand-made set as a Parquet file with the given row groups."""
+def write_rows(path: Path, rows: Any, row_groups: Sequence[int], names: Sequence[str] | None = None, **replace: Any) -> None:
+    """Writes rows of the hand-made set as a Parquet file with the given row groups; `names` = the columns written, if not all."""
     columns = {
         "label": pa.array((rows % 2).astype(np.uint8)),
         "d0": pa.array(rows.astype(np.float32)),
@@ -68,7 +73,7 @@ def write_rows(path: Path, rows: Any, row_groups: Sequence[int], **replace: Any)
         "row": pa.array(rows.astype(np.int32)),
         "bag": pa.array([bag_of(int(row)) for row in rows], type=pa.list_(pa.int32())),
     } | replace
-    table = pa.table(columns)
+    table = pa.table({name: columns[name] for name in names or columns})
     with pq.ParquetWriter(path, table.schema) as writer:
         begin = 0
         for num_rows in row_groups:

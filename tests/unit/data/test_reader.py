@@ -202,6 +202,34 @@ def test_a_limit_cuts_the_training_split_only(folder: Path, limit: int) -> None:
     assert rows == list(range(min(limit, 20)))
 
 
+_COLUMNS_OF_KINDS = {
+    "no dense": {"dense": []},
+    "bags only": {"dense": [], "sparse": [SparseColumn("bag", 1000, 3, True, "hash", 0, SHARES, SHARES)]},
+    "single-valued only": {"sparse": [SparseColumn("row", 1 << 20, 1, False, "hash", 0, SHARES, SHARES)]},
+    "single-valued, no dense": {"dense": [], "sparse": [SparseColumn("row", 1 << 20, 1, False, "hash", 0, SHARES, SHARES)]},
+}
+
+
+@pytest.mark.parametrize("kinds", list(_COLUMNS_OF_KINDS))
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("files", [[[10, 3]], [[10] * 4, [10, 3]]], ids=["ragged", "full and ragged"])
+def test_sets_without_columns_of_a_kind_are_read_whole(
+    tmp_path: Path, kinds: str, shuffle: bool, world_size: int, files: list[list[int]]
+) -> None:
+    data = PreparedSet(make_prepared_set(tmp_path / "set", files, **_COLUMNS_OF_KINDS[kinds]), shuffle_row_groups=4)
+    batches = [
+        batch
+        for rank in range(world_size)
+        for batch in data.batches("train", BatchOrder(rank=rank, world_size=world_size, batch_size=4, shuffle=shuffle))
+    ]
+    assert sum(int(batch.weight.sum()) for batch in batches) == data.num_rows("train")
+    for batch in batches:
+        assert batch.dense.shape == (len(batch.label), data.schema.num_dense)
+        assert batch.sparse.keys() == list(data.schema.sparse_names)
+        assert batch.sparse.stride() == len(batch.label)
+
+
 def test_an_empty_split_has_no_steps(tmp_path: Path) -> None:
     stream = PreparedSet(make_prepared_set(tmp_path / "set", [[10]], eval_files=[])).batches("test", BatchOrder())
     assert stream.num_steps == 0
