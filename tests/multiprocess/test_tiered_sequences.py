@@ -24,7 +24,7 @@ from torchrec_kstep.world import World
 pytestmark = pytest.mark.multiprocess
 
 NUM_STEPS, DIM = 20, 8
-ROWS = {"a": 31, "b": 9}
+ROWS = {"a": 31, "b": 13}  # a fused shard of TorchRec needs a row on each of 4 ranks
 FEATURES = {"f0": "a", "f1": "a", "f2": "b"}
 
 
