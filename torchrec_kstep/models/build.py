@@ -55,9 +55,10 @@ def _build(config: ModelConfig, schema: FeatureSchema, table_device: torch.devic
     if config.name == "dlrm":
         return DLRM(embeddings, names, num_dense, dim, config.bottom_mlp, config.mlp, config.dropout)
     if config.name in ("deepfm", "wide_deep"):
-        model_type = DeepFM if config.name == "deepfm" else WideDeep
         wide = wide_tables(schema, config.pooling, table_device)
-        return model_type(embeddings, wide, names, num_dense, dim, config.mlp, config.dropout)
+        if config.name == "wide_deep":
+            return WideDeep(embeddings, wide, names, num_dense, dim, config.mlp, config.dropout)
+        return DeepFM(embeddings, wide, names, num_dense, dim, config.mlp, config.dropout, config.embedding_init_std)
     in_features = num_dense + len(names) * dim
     hidden = HiddenLayers(in_features, config.mlp, config.dropout)
     cross: nn.Module

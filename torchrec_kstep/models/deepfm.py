@@ -36,15 +36,19 @@ class DeepFM(nn.Module):
         dim: int,
         widths: Sequence[int],
         dropout: float,
+        dense_init_std: float,
     ) -> None:
-        """Joins the tables with a deep network of hidden `widths` over all fields."""
+        """Joins the tables with a deep network of hidden `widths` over all fields.
+
+        `dense_init_std` is that of the tables: values of dense columns reach 20, and the pair term multiplies two of them.
+        """
         super().__init__()
         self.names = list(names)
         self.num_dense = num_dense
         self.embeddings = embeddings
         self.first_order = FirstOrder(wide, names, num_dense)
         if num_dense:
-            self.dense_vectors = nn.Parameter(torch.empty(num_dense, dim).normal_(0.0, dim**-0.5))
+            self.dense_vectors = nn.Parameter(torch.empty(num_dense, dim).normal_(0.0, dense_init_std))
         self.deep = DeepNetwork((len(self.names) + num_dense) * dim, widths, dropout)
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:

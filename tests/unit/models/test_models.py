@@ -48,6 +48,17 @@ def test_a_row_scores_the_same_alone_and_in_any_batch(name: str, num_dense: int,
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_large_counts_do_not_decide_the_first_logits(name: str) -> None:
+    """Otherwise training starts by unlearning a loss of several nats: dense columns are logs of counts, and some are large."""
+    schema = make_schema([100] * 26, num_dense=13)
+    batch = Rows.random(schema, 256, seed=1).batch()
+    counts = 10 ** (4 * torch.rand(256, 13, generator=torch.Generator().manual_seed(1)))
+    logits = build_model(ModelConfig(name=name), schema)(counts.log1p(), batch.sparse)
+    labels = (torch.arange(256) % 2).float()
+    assert nn.functional.binary_cross_entropy_with_logits(logits, labels) < 1.5
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_a_batch_of_empty_bags_scores_and_trains_without_nan(name: str) -> None:
     """Otherwise one padding row would poison every weight (C09)."""
     schema = make_schema([10, 3], num_dense=0)
