@@ -74,7 +74,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "data.rows_per_row_group": AT_LEAST_ONE,
     "data.validation_fraction": FRACTION,
     "data.test_fraction": FRACTION,
-    "data.split_seed": SEED,
+    "data.split_seed": Bounds(0, 2**32 - 1),  # what numpy's RandomState takes, which splits MovieLens
     "data.synthetic.num_train_rows": AT_LEAST_ONE,
     "data.synthetic.num_eval_rows": AT_LEAST_ONE,
     "data.synthetic.num_dense": ANY_COUNT,
@@ -162,7 +162,7 @@ def _value_faults(key: Key, value: object) -> Iterator[str]:
         if choices is not None and item not in choices:
             yield f"{item!r} is no choice; {did_you_mean(str(item), choices)}"
         if bounds is not None and isinstance(item, int | float) and not bounds.holds(item):
-            yield f"expected {bounds}, got {item}"
+            yield f"expected {'' if math.isfinite(item) else 'a finite number '}{bounds}, got {item}"
         elif bounds is None and isinstance(item, float) and not math.isfinite(item):
             yield f"expected a finite number, got {item}"
     names = [item for item in items if isinstance(item, str)] if isinstance(value, list) else []

@@ -177,6 +177,6 @@ def _explain(error: Exception, tables: dict[str, list[EmbeddingBagConfig]], worl
         f"no plan for {len(sizes)} tables with weights of {format_bytes(total)} ({format_bytes(copies * total)} with gradients and "
         f"optimizer states) on {world.world_size} ranks of {format_bytes(memory_per_rank_bytes)} "
         f"({format_bytes(usable)} of it for tables); the largest table is {largest!r} with weights of {format_bytes(sizes[largest])}. "
-        "More ranks, fewer rows or columns, another optimizer, or planner.sharding=row_wise may help. "
+        "More ranks, fewer rows or columns, a smaller train.batch_size, another optimizer, or planner.sharding=row_wise may help. "
         f"The planner says: {' '.join(str(error).split())}"
     )
