@@ -32,6 +32,7 @@ from torchrec_kstep.data.encode import (
 )
 from torchrec_kstep.data.manifest import MISSING_ID, NUM_RESERVED_IDS, UNSEEN_ID, DenseColumn, SparseColumn, SplitFiles
 from torchrec_kstep.data.sources import Source
+from torchrec_kstep.data.sources.base import name_files
 from torchrec_kstep.data.spool import Spool
 from torchrec_kstep.data.write import SplitWriter
 from torchrec_kstep.errors import DataError
@@ -71,7 +72,10 @@ def run_passes(config: DataConfig, source: Source, folder: Path, progress: Progr
         files = [writer.finish() for writer in writers]
     if not totals[0].num_rows:
         num_rows = sum(total.num_rows for total in totals)
-        raise DataError(f"no rows to train on: {source.files[0].parent} holds {num_rows} rows in all, none in the training split")
+        raise DataError(
+            f"no rows to train on: {name_files(source.files)} gave {num_rows} rows in all, none of them for the training split; "
+            "check data.source, data.validation_fraction and data.test_fraction"
+        )
     return {
         "dense": _dense_columns(source, totals),
         "sparse": _sparse_columns(config, source, encoders, totals),

@@ -8,6 +8,7 @@ from torchrec_kstep.data.fingerprint import describe_sources, fingerprint
 from torchrec_kstep.data.manifest import MANIFEST_NAME, NUM_RESERVED_IDS, Manifest, check_files, read_manifest, write_manifest
 from torchrec_kstep.data.passes import Progress, run_passes
 from torchrec_kstep.data.sources import open_source
+from torchrec_kstep.data.sources.base import name_files
 from torchrec_kstep.data.staging import staged_folder
 from torchrec_kstep.errors import ConfigError, DataError
 
@@ -48,9 +49,7 @@ def prepare(config: DataConfig, *, overwrite: bool = False, progress: Progress |
         content = run_passes(config, source, staging, progress or _be_silent)
         manifest = Manifest(name=config.name, fingerprint=mark, options=options, sources=sources, **content)
         if describe_sources(source.files) != sources:
-            raise DataError(
-                f"the raw files under {source.files[0].parent} changed while they were read: prepare again when they are at rest"
-            )
+            raise DataError(f"{name_files(source.files)} changed while being read: prepare again when they are at rest")
         write_manifest(staging, manifest)
     return manifest
 

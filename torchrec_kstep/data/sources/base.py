@@ -1,7 +1,7 @@
 """What a source of raw rows is, and how its files are found."""
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -64,3 +64,8 @@ def find_files(source: str, data: str, what: str) -> list[Path]:
     if not files:
         raise DataError(f"data.source={source} is neither a file, nor a folder with files, nor a glob that matches one; expected {what}")
     return files
+
+
+def name_files(files: Sequence[Path]) -> str:
+    """Names raw files for a message: the only one, or their number and their folder."""
+    return str(files[0]) if len(files) == 1 else f"{len(files)} files in {files[0].parent}"
