@@ -40,6 +40,7 @@ class Loop:
     checkpoints: CheckpointManager
     sinks: Sinks
     table_scalars: Callable[[], Mapping[str, float]] = dict
+    plan_text: str = ""
 
     def __post_init__(self) -> None:
         """Starts the loss at zero rows."""

@@ -67,6 +67,15 @@ def _train(job: Job, config: RunConfig) -> int:
         state = resume(loop, run_dir)
         if world.is_main:  # not before: a start that is refused must leave the run's own record alone
             load.save(config, run_dir / "config.yaml")
+            write_facts(
+                run_dir,
+                world=world,
+                config=asdict(config),
+                data={"name": config.data.name, "fingerprint": dataset.fingerprint}
+                | {f"{split} rows": dataset.num_rows(split) for split in SPLITS},
+                plan=loop.plan_text,
+                resumed_from_step=state.step,
+            )
         loop.train(state)
         report = loop.test(state)
         loop.sinks.scalars("end", state.step, {f"{phase}_s": spent for phase, spent in loop.timer.take().items()})
@@ -98,16 +107,6 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
     optimizer = build_optimizer(dmp, config.optim, config.train.accumulation)
     timer = PhaseTimer()
     checkpoints = CheckpointManager(run_dir / "checkpoints", config.checkpoint.keep, contract(config, world, dataset))
-    if world.is_main:
-        write_facts(
-            run_dir,
-            world=world,
-            config=asdict(config),
-            data={"name": config.data.name, "fingerprint": dataset.fingerprint}
-            | {f"{split} rows": dataset.num_rows(split) for split in SPLITS},
-            plan=plan_text,
-            resumed_from_step=max(checkpoints.steps(), default=0),
-        )
     return Loop(
         config=config,
         world=world,
@@ -121,6 +120,7 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
         checkpoints=checkpoints,
         sinks=Sinks(),
         table_scalars=partial(tier_scalars, dmp),
+        plan_text=plan_text,
     )
 
 
