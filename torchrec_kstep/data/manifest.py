@@ -12,9 +12,9 @@ list of them for a feature with bags. All row groups of a split but the last hol
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_origin
 
 import pyarrow.parquet as pq
 
@@ -29,6 +29,8 @@ PADDING_ID = 0  # no row of a table is read for padding; the id exists for model
 MISSING_ID = 1  # the raw value was empty
 UNSEEN_ID = 2  # the value was not in the training split, or seen there fewer times than min_count
 NUM_RESERVED_IDS = 3
+
+Entry = TypeVar("Entry", "DenseColumn", "SparseColumn", "PartFile", "SplitFiles", "Manifest")
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,9 @@ def _check_footer(path: Path, manifest: Manifest) -> None:
         twice = sorted({name for name in names if names.count(name) > 1})
         missing, unknown = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
         raise DataError(f"{path} differs from its manifest in columns: missing {missing}, unknown {unknown}, twice {twice}; prepare again")
+    lists = {name for index, name in enumerate(names) if metadata.schema.column(index).max_repetition_level}
+    if lists != (bags := {column.name for column in manifest.sparse if column.is_bag}):
+        raise DataError(f"{path} holds lists in {sorted(lists)}, its manifest says {sorted(bags)}; prepare again")
     for column in manifest.sparse:
         for group in range(metadata.num_row_groups):
             statistics = metadata.row_group(group).column(names.index(column.name)).statistics
@@ -226,14 +231,25 @@ def _reserved_ids() -> dict[str, int]:
 
 def _manifest_from_json(content: dict[str, Any]) -> Manifest:
     splits = {
-        split: SplitFiles(entry["num_rows"], entry["num_positive"], [PartFile(**part) for part in entry["files"]])
+        split: _entry(SplitFiles, entry | {"files": [_entry(PartFile, part) for part in entry["files"]]})
         for split, entry in content.pop("splits").items()
     }
     if set(splits) != set(SPLITS):
         raise KeyError(f"splits {sorted(splits)}")
-    dense = [DenseColumn(**column) for column in content.pop("dense")]
-    sparse = [SparseColumn(**column) for column in content.pop("sparse")]
-    return Manifest(dense=dense, sparse=sparse, splits=splits, **content)
+    dense = [_entry(DenseColumn, column) for column in content.pop("dense")]
+    sparse = [_entry(SparseColumn, column) for column in content.pop("sparse")]
+    return _entry(Manifest, content | {"dense": dense, "sparse": sparse, "splits": splits})
+
+
+def _entry(entry_type: type[Entry], content: dict[str, Any]) -> Entry:
+    """Makes an entry of JSON values. Raises TypeError unless they have the names and the types of its fields."""
+    entry = entry_type(**content)
+    for field in fields(entry):
+        value, expected = content[field.name], field.type
+        is_right = type(value) is (get_origin(expected) or expected)
+        if not is_right or (expected == list[int] and any(type(item) is not int for item in value)):
+            raise TypeError(f"{field.name} is {value!r}, expected {getattr(expected, '__name__', expected)}")
+    return entry
 
 
 def _check_names(path: Path, manifest: Manifest) -> None:

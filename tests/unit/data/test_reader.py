@@ -1,9 +1,14 @@
 """Goal: a damaged or contradictory set is refused by name, and reading leaves no thread behind. Layer: data readers."""
 
+import contextlib
 import json
+import operator
 import threading
 import time
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -134,6 +139,26 @@ def test_other_manifests_are_refused(folder: Path, edit, message: str) -> None:
     path.write_text(json.dumps(edit(json.loads(path.read_text()))))
     with pytest.raises(DataError, match=message):
         PreparedSet(folder)
+
+
+def places(content: object, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The path of every value in a JSON document."""
+    for key, value in content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ():
+        yield (*above, key)
+        yield from places(value, (*above, key))
+
+
+@pytest.mark.parametrize("wrong", [None, "x", -1, 3.5, [], {}, True, [None]], ids=str)
+def test_a_value_of_another_type_anywhere_in_the_manifest_never_passes_as_anything_but_a_data_error(folder: Path, wrong: object) -> None:
+    path = folder / MANIFEST_NAME
+    text = path.read_text()
+    for *above, last in places(json.loads(text)):
+        manifest = json.loads(text)
+        parent: Any = reduce(operator.getitem, above, manifest)
+        parent[last] = wrong
+        path.write_text(json.dumps(manifest))
+        with contextlib.suppress(DataError):  # shares and sources are for people: a wrong one harms no reading
+            next(iter(PreparedSet(folder, prefetch_batches=0).batches("train", BatchOrder(batch_size=4))))
 
 
 def test_a_manifest_that_is_no_json_or_absent_is_refused(folder: Path) -> None:
