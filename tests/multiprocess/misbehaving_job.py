@@ -16,10 +16,25 @@ from torchrec_kstep.world import World
 TIMEOUT_S = 15.0
 
 
+class SignalledValueError(ValueError):
+    """An error during whose report SIGTERM arrives, as from a launcher that has seen another rank die."""
+
+    is_signalled = False
+
+    def __str__(self) -> str:
+        """The cause, after the signal."""
+        if not self.is_signalled:
+            self.is_signalled = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().__str__()
+
+
 def misbehave(way: str) -> None:
     """What the culprit does at the point that `way` names."""
     if way == "exception":
         raise ValueError("the cause of it all")
+    if way == "signalled_exception":
+        raise SignalledValueError("the cause of it all")
     if way == "our_error":
         raise DataError("the cause of it all: part-00001.parquet, row 7: 41 columns, expected 40; fix the file")
     if way == "exit":

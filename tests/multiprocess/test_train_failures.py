@@ -75,6 +75,7 @@ FAST = [
     ("none", 0),
     ("exception-before", 1),
     ("exception-between", 1),
+    ("signalled_exception-between", 1),
     ("our_error-between", 0),
     ("exit-between", 1),
     ("kill-between", 0),

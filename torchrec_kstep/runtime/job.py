@@ -118,6 +118,7 @@ class Job:
 
     def fail(self, error: BaseException) -> int:
         """Prints why this rank ends and returns its exit code; in the whole job the cause is printed once. Not collective."""
+        self._watch.let_finish()  # launchers send SIGTERM while the cause is still being looked for
         rank = self.world.rank
         first = self._watch.first_failure
         if first is None and self._has_store():

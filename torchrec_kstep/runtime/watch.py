@@ -44,6 +44,11 @@ class Watch:
             self._old_wakeup_fd = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._thread.start()
 
+    def let_finish(self) -> None:
+        """From now on a signal raises nothing here: this rank is ending already, and the grace period bounds how long."""
+        for signum in () if self._stopping.is_set() else self._old_handlers:
+            signal.signal(signum, _leave_to_the_thread)
+
     def stop(self) -> None:
         """Stops watching and gives the signals back. Safe to call twice."""
         if self._stopping.is_set():
@@ -93,3 +98,7 @@ class Watch:
 
 def _raise_stopped(signum: int, _frame: FrameType | None) -> None:
     raise Stopped(signum)
+
+
+def _leave_to_the_thread(_signum: int, _frame: FrameType | None) -> None:
+    """Python writes the signal to the wake-up descriptor as well."""
