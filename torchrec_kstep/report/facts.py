@@ -30,7 +30,7 @@ def write_facts(
         resumed_from_step: step of the checkpoint that this attempt continued from; 0 = from the start.
     """
     path = folder / FACTS_NAME
-    attempts = json.loads(path.read_text(encoding="utf-8"))["attempts"] if path.exists() else []
+    attempts = _attempts(path)
     attempt = {"started": datetime.now().astimezone().isoformat(timespec="seconds"), "from_step": resumed_from_step}
     facts = {
         "attempts": [*attempts, attempt],
@@ -44,6 +44,15 @@ def write_facts(
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")
     os.replace(partial, path)
+
+
+def _attempts(path: Path) -> list[Any]:
+    """What `run.json` says of earlier attempts; nothing where it is damaged, because a run need not end for a record about it."""
+    try:
+        attempts = json.loads(path.read_text(encoding="utf-8"))["attempts"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return []
+    return attempts if isinstance(attempts, list) else []
 
 
 def versions() -> dict[str, str]:

@@ -74,16 +74,28 @@ def read_run(folder: Path) -> Run:
     path = folder / METRICS_NAME
     if not path.is_file():
         raise DataError(f"{folder} is no run directory: expected {METRICS_NAME} in it; `train` names its run directory on its first line")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     events = []
     for number, line in enumerate(lines, start=1):
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise DataError(f"{path}:{number}: expected a JSON object, got {line[:60]!r}") from None
-    facts = folder / FACTS_NAME
-    return Run(folder.resolve().name, events, json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {})
+        event = _json_object(line)
+        if event is not None and {"event", "step"} <= event.keys():
+            events.append(event)
+        elif number < len(lines):
+            raise DataError(f"{path}:{number}: expected a JSON object with event and step, got {line[:60]!r}")
+    path = folder / FACTS_NAME
+    facts = _json_object(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
+    if facts is None:
+        raise DataError(f"{path} is damaged: expected a JSON object; remove it, and the page is made without what it says")
+    return Run(folder.resolve().name, events, facts)
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that `text` is, or `None` if it is anything else."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:

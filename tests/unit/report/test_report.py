@@ -155,3 +155,17 @@ def test_a_bar_fills_its_share() -> None:
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
+
+
+@pytest.mark.parametrize("content", ["", "{broken", "[1]", "3", '"x"', "null", "\0\0\0"])
+def test_damaged_records_of_a_run_are_named_and_do_not_keep_it_from_going_on(tmp_path: Path, content: str) -> None:
+    facts = write_run(tmp_path / "run") / "run.json"
+    facts.write_text(content)
+    with pytest.raises(DataError, match=r"run\.json is damaged"):
+        read_run(tmp_path / "run")
+    write_facts(tmp_path / "run", world=World(), config={}, data={}, plan="", resumed_from_step=60)
+    assert [attempt["from_step"] for attempt in read_run(tmp_path / "run").facts["attempts"]] == [60]
+    events = tmp_path / "run" / "metrics.jsonl"
+    events.write_text(f"{content}\n{events.read_text()}")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1: expected a JSON object"):
+        read_run(tmp_path / "run")
