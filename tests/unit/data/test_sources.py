@@ -14,6 +14,7 @@ from torchrec_kstep.data.bad_lines import BadLines
 from torchrec_kstep.data.blocks import Coded, RawBlock
 from torchrec_kstep.data.preparation import prepare
 from torchrec_kstep.data.sources import open_source
+from torchrec_kstep.data.sources.parquet import read_table
 from torchrec_kstep.errors import DataError
 from torchrec_kstep.types import SPLITS
 
@@ -175,3 +176,19 @@ def test_the_real_movielens_1m_has_the_known_sizes_and_split(tmp_path: Path, rea
     test_rows = np.random.RandomState(2026).permutation(len(ratings))[900_188:]
     expected = (ratings.column("rating").to_numpy() >= 4)[test_rows]
     np.testing.assert_array_equal(pq.read_table(tmp_path / "set" / "test").column("label").to_numpy(), expected)
+
+
+@pytest.mark.parametrize("wrong", [[1.0, None], [1.0, float("nan")], ["1", "x"], [[1], [2]]], ids=str)
+def test_a_column_of_numbers_that_holds_anything_else_is_named(tmp_path: Path, wrong: list) -> None:
+    """Otherwise an empty label would count as a negative one."""
+    path = tmp_path / "table.parquet"
+    for kind in (pa.int64(), pa.float64()):
+        pq.write_table(pa.table({"fine": [1, 2], "rating": wrong}), path)
+        with pytest.raises(DataError, match=r"table\.parquet, column rating: expected"):
+            read_table(path, {"fine": kind, "rating": kind})
+
+
+def test_a_folder_with_a_part_of_the_files_is_told_which_are_lacking(tmp_path: Path) -> None:
+    (write_movielens_1m(tmp_path) / "users.dat").unlink()
+    with pytest.raises(DataError, match=r"lacks users\.dat"):
+        open_source(DataConfig(name="movielens_1m", source=str(tmp_path)))

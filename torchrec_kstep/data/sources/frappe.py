@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from torchrec_kstep.config.schema import DataConfig
 from torchrec_kstep.data.bad_lines import BadLines
 from torchrec_kstep.data.blocks import Coded, RawBlock
 from torchrec_kstep.data.sources.lines import split_lines
+from torchrec_kstep.data.sources.parquet import read_table
 from torchrec_kstep.errors import DataError
 
 NUM_COLUMNS = 10
@@ -76,20 +76,16 @@ def _parse_fields(fields: list[str]) -> list[str]:
 
 def _read_parquet(path: Path) -> RawBlock:
     names = [f"f{index}" for index in range(NUM_COLUMNS)]
-    try:
-        table = pq.read_table(path, columns=[*names, "label", "split"])
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"cannot read columns f0..f9, label, split of {path}: {error}") from error
-    nulls = [name for name in table.column_names if table.column(name).null_count]
-    if nulls:
-        raise DataError(f"{path}: columns {', '.join(nulls)} hold empty values; expected none")
+    table = read_table(path, dict.fromkeys([*names, "label"], pa.int64()) | {"split": pa.large_string()})
     unknown = set(pc.unique(table.column("split")).to_pylist()) - set(_SPLIT_INDEX)
-    label = table.column("label").cast(pa.int64()).to_numpy()
+    label = table.column("label").to_numpy()
     if unknown or not np.isin(label, [-1, 0, 1]).all():
-        raise DataError(f"{path}: unknown splits {sorted(unknown)}, expected {', '.join(_SPLIT_INDEX)}; labels must be 0 or 1, or -1 and 1")
+        raise DataError(
+            f"{path}: unknown splits {sorted(map(str, unknown))}, expected {', '.join(_SPLIT_INDEX)}; labels must be 0 or 1, or -1 and 1"
+        )
     return RawBlock(
         label=(label > 0).astype(np.uint8),
         split=np.array([_SPLIT_INDEX[text] for text in table.column("split").to_pylist()], dtype=np.uint8),
         dense=[],
-        sparse=[Coded.of(table.column(name).cast(pa.int64()).to_numpy()) for name in names],
+        sparse=[Coded.of(table.column(name).to_numpy()) for name in names],
     )

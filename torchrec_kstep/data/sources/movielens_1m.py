@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from torchrec_kstep.config.schema import DataConfig
 from torchrec_kstep.data.bad_lines import BadLines
 from torchrec_kstep.data.blocks import RawBlock
 from torchrec_kstep.data.sources.lines import require_numbers, split_lines
 from torchrec_kstep.data.sources.movielens import BAG_NAMES, SPARSE_NAMES, Items, Ratings, Users, to_block
+from torchrec_kstep.data.sources.parquet import read_table
 from torchrec_kstep.errors import DataError
 
 _TEXT_FILES = ("ratings.dat", "users.dat", "movies.dat")
@@ -39,8 +39,11 @@ class MovieLens1MSource:
         self._config = config
         for names in (_TEXT_FILES, _PARQUET_FILES):
             self.files = [self._folder / name for name in names]
-            if all(path.is_file() for path in self.files):
+            missing = [path.name for path in self.files if not path.is_file()]
+            if not missing:
                 return
+            if len(missing) < len(names):
+                raise DataError(f"data.source={config.source} lacks {', '.join(missing)}: expected {what}")
         raise DataError(f"data.source={config.source} is not {what}")
 
     def blocks(self, bad_lines: BadLines) -> Iterator[RawBlock]:
@@ -66,18 +69,19 @@ def _read_text(files: list[Path], bad_lines: BadLines) -> tuple[Ratings, Users, 
 
 
 def _read_parquet(files: list[Path], _: BadLines) -> tuple[Ratings, Users, Items]:
-    rating = _table(files[0], ["user_id", "item_id", "rating"])
-    user = _table(files[1], ["user_id", "gender", "age", "occupation", "zip"])
-    item = _table(files[2], ["item_id", "title", "genres"])
-    ratings = Ratings(_ints(rating, "user_id"), _ints(rating, "item_id"), rating.column("rating").cast(pa.float64()).to_numpy())
+    whole, text = pa.int64(), pa.large_string()
+    rating = read_table(files[0], {"user_id": whole, "item_id": whole, "rating": pa.float64()})
+    user = read_table(files[1], {"user_id": whole, "gender": text, "age": whole, "occupation": text, "zip": text})
+    item = read_table(files[2], {"item_id": whole, "title": text, "genres": text})
+    ratings = Ratings(_numbers(rating, "user_id"), _numbers(rating, "item_id"), _numbers(rating, "rating"))
     users = Users(
-        _ints(user, "user_id"),
+        _numbers(user, "user_id"),
         gender=_texts(user, "gender"),
-        age=_ints(user, "age"),
+        age=_numbers(user, "age"),
         occupation=_texts(user, "occupation"),
         zip_code=_texts(user, "zip"),
     )
-    return ratings, users, _items(_ints(item, "item_id"), _texts(item, "title").tolist(), _texts(item, "genres").tolist())
+    return ratings, users, _items(_numbers(item, "item_id"), _texts(item, "title").tolist(), _texts(item, "genres").tolist())
 
 
 def _items(item: npt.NDArray[np.int64], titles: list[str], genres: list[str]) -> Items:
@@ -86,17 +90,10 @@ def _items(item: npt.NDArray[np.int64], titles: list[str], genres: list[str]) ->
     return Items(item, years, [[name for name in text.split("|") if name] for text in genres])
 
 
-def _table(path: Path, columns: list[str]) -> Any:
-    try:
-        return pq.read_table(path, columns=columns)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"cannot read columns {', '.join(columns)} of {path}: {error}") from error
-
-
-def _ints(table: Any, name: str) -> npt.NDArray[np.int64]:
-    values: npt.NDArray[np.int64] = table.column(name).cast(pa.int64()).to_numpy()
+def _numbers(table: Any, name: str) -> npt.NDArray[Any]:
+    values: npt.NDArray[Any] = table.column(name).to_numpy()
     return values
 
 
 def _texts(table: Any, name: str) -> npt.NDArray[np.str_]:
-    return np.array(pc.fill_null(table.column(name).cast(pa.large_string()), "").to_pylist(), dtype=np.str_)
+    return np.array(pc.fill_null(table.column(name), "").to_pylist(), dtype=np.str_)
