@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchrec_kstep.errors import DataError
+from torchrec_kstep.units import format_bytes
 
 
 @contextlib.contextmanager
@@ -21,7 +22,7 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
         overwrite: whether an existing target may be replaced. It stays untouched until the new one is complete.
 
     Raises:
-        DataError: the folder cannot be written, or the target came into being meanwhile.
+        DataError: the folder cannot be written, its drive is full, or the target came into being meanwhile.
     """
     staging = target.parent / f".{target.name}.partial-{socket.gethostname()}-{os.getpid()}"
     try:
@@ -34,6 +35,9 @@ def staged_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
         yield staging
         _sync(staging)
         _publish(staging, target, overwrite=overwrite)
+    except OSError as error:
+        free = format_bytes(shutil.disk_usage(target.parent).free)
+        raise DataError(f"cannot write {target}: {error}; {free} are free there: free more, or choose another data.path") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -1,5 +1,6 @@
 """Goal: a prepared set is complete or absent, made once, and never opened after its sources changed. Layer: preparation."""
 
+import errno
 import os
 import re
 import signal
@@ -135,6 +136,17 @@ def test_sources_that_change_while_they_are_read_are_refused(tmp_path: Path, sou
     with pytest.raises(DataError, match=f"{re.escape(str(source))} changed while being read"):
         prepare(criteo_config(source, tmp_path / "set"), progress=touch)
     assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError("7200 requested and 4112 written")], ids=str)
+def test_a_full_drive_is_named_and_leaves_nothing(tmp_path: Path, source: Path, error: OSError) -> None:
+    def fail(_what: str, _num_rows: int) -> None:
+        raise error
+
+    with pytest.raises(DataError, match=rf"cannot write {re.escape(str(tmp_path / 'set'))}: .*{error.args[-1]}; .* are free there"):
+        prepare(criteo_config(source, tmp_path / "set"), progress=fail)
+    assert not (tmp_path / "set").exists()
+    assert not leftovers(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
