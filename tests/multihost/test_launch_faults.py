@@ -6,8 +6,8 @@ The second layer of tests/unit/launch and tests/unit/doctor: real processes, int
 hosts, and some wait for a deadline on purpose.
 """
 
-import shutil
 import re
+import shutil
 import socket
 from pathlib import Path
 
