@@ -17,6 +17,7 @@ from torchrec_kstep.storage.estimate import StoreEstimate, estimate
 from torchrec_kstep.storage.export import export
 from torchrec_kstep.storage.segments import svg_map, text_map
 from torchrec_kstep.storage.snapshot import Snapshot
+from torchrec_kstep.storage.table_ids import table_ids
 from torchrec_kstep.tier_config import TierConfig
 from torchrec_kstep.units import format_bytes, parse_bytes
 
@@ -143,9 +144,13 @@ def parse_tables(texts: Sequence[str]) -> tuple[list[TableSpec], list[int]]:
             raise ConfigError(f"--table {text}: expected 1 to 2^48 rows, dim 1 to 2048, count 1 to 65536, touched at most rows")
         for index in range(count):
             name = values.get("name", f"table{len(tables)}") + (f"_{index}" if count > 1 and "name" in values else "")
-            tables.append(TableSpec(name, rows, dim, table_id=len(tables)))
+            tables.append(TableSpec(name, rows, dim))
             touched.append(num_touched)
-    return tables, touched
+    try:
+        ids = table_ids(table.name for table in tables)
+    except ValueError as error:
+        raise ConfigError(f"--table: {error}") from error
+    return [table._replace(table_id=ids[table.name]) for table in tables], touched
 
 
 def _whole(text: str, number: str) -> int:

@@ -5,20 +5,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import embedding_bag
+from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.batches import make_kjt
-from tests.multiprocess.tiered_cases import MEAN, Case, Reference, shard, share
+from tests.multiprocess.tiered_cases import MEAN, Case, Reference, plan_of, shard, share
 from tests.multiprocess.tiny import one_rank_group
 from torchrec_kstep.errors import CheckpointError, ConfigError, DataError
 from torchrec_kstep.ops import kernels
 from torchrec_kstep.optim_spec import AdamSpec, CowClip, RowwiseAdagradSpec
+from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder
 from torchrec_kstep.sharding.tiered.collection import ShardedTieredEmbeddingBagCollection
 from torchrec_kstep.sharding.tiered.initial import table_seed
 from torchrec_kstep.sharding.tiered.state import kernels_of
 from torchrec_kstep.sharding.tiered.tables import check_collection
+from torchrec_kstep.storage.table_ids import hash_of
 from torchrec_kstep.world import World
 
 CASE = Case(("tw0", "rw", "cw"))
@@ -35,7 +40,23 @@ def test_rows_start_as_seed_table_row_and_column_say(world: World) -> None:
     for name, number, init in (("a", 0, ("normal", 0.0, 0.3)), ("b", 1, ("uniform", -(23**-0.5), 23**-0.5))):
         rows = CASE.rows[number]
         (part,) = state[f"ebc.embedding_bags.{name}.weight"].local_shards()
-        assert torch.equal(part.tensor + 0, kernels.initial_values(torch.arange(rows), table_seed(11, name), number, 0, CASE.dim, *init))
+        expected = kernels.initial_values(torch.arange(rows), table_seed(11, name), hash_of(name), 0, CASE.dim, *init)
+        assert torch.equal(part.tensor + 0, expected)
+
+
+def test_the_order_of_tables_decides_nothing(world: World) -> None:
+    """Otherwise a model whose tables are listed anew would start elsewhere, and refuse its own store."""
+    tables = CASE.tables()
+    starts = []
+    for listed in (tables, tables[::-1]):
+        module = EmbeddingBagCollection(tables=listed, device=torch.device("meta"))
+        sharder = TieredEmbeddingBagCollectionSharder(CASE.optimizer, seed=11)
+        plan = plan_of(CASE, module, sharder, world)
+        state = sharder.shard(module, plan.plan["ebc"], ShardingEnv.from_process_group(dist.group.WORLD)).state_dict()
+        starts.append({name: weight.local_shards()[0].tensor + 0 for name, weight in state.items()})
+    assert len(starts[0]) == 3
+    for name, weight in starts[0].items():
+        assert torch.equal(weight, starts[1][name]), name
 
 
 @pytest.mark.parametrize("bad", [41, -1, 2**40])

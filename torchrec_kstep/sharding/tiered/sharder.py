@@ -102,8 +102,8 @@ class TieredEmbeddingBagCollectionSharder(_TieredSharder, EmbeddingBagCollection
     """Shards `EmbeddingBagCollection`s whose tables live in tiers and are updated by our kernels.
 
     A plan gives a table our kernel by `compute_kernel="customized_kernel"`; tables with other kernels stay TorchRec's own,
-    also within one collection. The rows of a tiered table start with values that depend on (seed, name and place of the
-    table in its collection, row, column) alone. Weights of the module that is sharded are not copied: load them with
+    also within one collection. The rows of a tiered table start with values that depend on (seed, name of the table,
+    row, column) alone. Weights of the module that is sharded are not copied: load them with
     `load_state_dict`.
     """
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torchrec_kstep.sharding.tiered.kernel import TieredBagKernel, TieredKernel,
 from torchrec_kstep.sharding.tiered.opening import RowsOpener, record_bytes
 from torchrec_kstep.sharding.tiered.optimizer import TieredOptimizer
 from torchrec_kstep.sharding.tiered.shards import TableShard, column_parts, shard_of
+from torchrec_kstep.storage.table_ids import table_ids
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL, GroupedEmbeddingConfig, ShardedEmbeddingTable
 
 
@@ -28,7 +30,7 @@ class TableMaker:
         optimizer: how rows are updated.
         is_deferred: update rows in `optimizer.step()` instead of inside backward.
         seed: seed of initial rows whose `init_fn` brings none.
-        tables: the collection's tables by name, in its order; they know the `init_fn` that TorchRec's own description lacks.
+        tables: the collection's tables by name; they know the `init_fn` that TorchRec's own description lacks.
         prefix: names the collection, for the names of row groups.
         rank_bytes: bytes of all tiered rows of this rank, by which groups share what the rank may use.
     """
@@ -40,6 +42,11 @@ class TableMaker:
     tables: dict[str, BaseEmbeddingConfig]
     prefix: str
     rank_bytes: int
+
+    @cached_property
+    def _table_ids(self) -> dict[str, int]:
+        """Ids of the collection's tables, those of other ranks included."""
+        return table_ids(self.tables)
 
     def bag_kernel(
         self, config: GroupedEmbeddingConfig, name: str, is_row_sharded: bool, process_group: dist.ProcessGroup | None
@@ -82,7 +89,7 @@ class TableMaker:
             name=table.name,
             num_rows=table.num_embeddings,
             dim=table.local_cols,
-            table_id=list(self.tables).index(table.name),
+            table_id=self._table_ids[table.name],
             seed=values.seed,
             init=values.init,
             init_a=values.init_a,
