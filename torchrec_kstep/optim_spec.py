@@ -13,7 +13,9 @@ eps to the uncorrected root). L2 is lazy: an absent row does not decay.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
 from torchrec_kstep.errors import ConfigError
@@ -50,14 +52,21 @@ class CowClip:
     Attributes:
         ratio: r.
         zeta: lower bound of a weight's size, so that a row of zeros can move; 0 switches it off, and such a row then never moves.
+        exempt: names of tables that are not clipped, with `*` and `?`; by default those that the models here call first-order
+            ("wide"), which the paper leaves alone too.
     """
 
     ratio: float = 1.0
     zeta: float = 1e-5
+    exempt: tuple[str, ...] = ("wide_*",)
 
     def __post_init__(self) -> None:
         """Refuses values for which the rule has no meaning."""
         _check_all(_positive("ratio", self.ratio), _not_negative("zeta", self.zeta), where="CowClip")
+
+    def covers(self, table: str) -> bool:
+        """Whether the rows of a table are clipped."""
+        return not any(fnmatchcase(table, pattern) for pattern in self.exempt)
 
 
 @dataclass(frozen=True)
@@ -102,11 +111,16 @@ class _RowOptimizerSpec:
             tracking.append(RecordField("base", "f32", dim))
         return (RecordField("weight", "f32", dim), *self.state_fields(dim), *tracking)
 
-    def kernel_options(self) -> dict[str, float]:
-        """Constants of the update rule, by the names that the compiled kernels know. `lr` is not among them: it is set per step."""
+    def kernel_options(self, tables: Sequence[str] = ()) -> dict[str, float]:
+        """Constants of the update rule, by the names that the compiled kernels know. `lr` is not among them: it is set per step.
+
+        Args:
+            tables: names of the group's tables, in its order.
+        """
         options = {"l2": self.l2}
         if self.clip is not None:
             options |= {"clip_ratio": self.clip.ratio, "clip_zeta": self.clip.zeta}
+            options |= {f"unclipped:{index}": 1.0 for index, table in enumerate(tables) if not self.clip.covers(table)}
         return options
 
 
@@ -150,9 +164,9 @@ class AdamSpec(_RowOptimizerSpec):
         step = (RecordField("step", "i32", 1),) if self.bias_correction == "row" else ()
         return (RecordField("m", "f32", dim), RecordField("v", "f32", dim), *step)
 
-    def kernel_options(self) -> dict[str, float]:
+    def kernel_options(self, tables: Sequence[str] = ()) -> dict[str, float]:
         """As the base class, with Adam's constants."""
-        return super().kernel_options() | {
+        return super().kernel_options(tables) | {
             "beta1": self.betas[0],
             "beta2": self.betas[1],
             "eps": self.eps,
@@ -179,9 +193,9 @@ class RowwiseAdagradSpec(_RowOptimizerSpec):
         """The accumulator `sum`."""
         return (RecordField("sum", "f32", 1),)
 
-    def kernel_options(self) -> dict[str, float]:
+    def kernel_options(self, tables: Sequence[str] = ()) -> dict[str, float]:
         """As the base class, with eps."""
-        return super().kernel_options() | {"eps": self.eps}
+        return super().kernel_options(tables) | {"eps": self.eps}
 
 
 OptimizerSpec = AdamSpec | SgdSpec | RowwiseAdagradSpec

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from torchrec_kstep.metrics.sink import Sinks
 from torchrec_kstep.metrics.throughput import PhaseTimer, TimedOptimizer
 from torchrec_kstep.models import CTRTask, build_model
 from torchrec_kstep.optim import LrSchedule, build_optimizer
+from torchrec_kstep.optim.scaling import describe, scale_optim, warnings
 from torchrec_kstep.planner import format_plan, make_plan
 from torchrec_kstep.planner.plan import find_tables
 from torchrec_kstep.report import REPORT_NAME, write_facts, write_report
@@ -62,11 +63,14 @@ def _train(job: Job, config: RunConfig) -> int:
     check_agreement(job.store, world, "data", {"data fingerprint": dataset.fingerprint}, config.distributed.timeout_s)
     if not dataset.num_rows("train"):
         raise DataError(f"the training split of data set {config.data.name!r} has no rows")
+    given, config = config, scale_to_batch(config, world, dataset)
     loop = build_loop(config, world, dataset, run_dir)
     try:
         state = resume(loop, run_dir)
         if world.is_main:  # not before: a start that is refused must leave the run's own record alone
-            load.save(config, run_dir / "config.yaml")
+            load.save(given, run_dir / "config.yaml")
+            for line in scaling_lines(given, config, world, dataset):
+                loop.sinks.line(line)
             write_facts(
                 run_dir,
                 world=world,
@@ -106,7 +110,12 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
     bound_waits(timedelta(seconds=config.distributed.timeout_s))  # sharding may have made groups of its own
     optimizer = build_optimizer(dmp, config.optim, config.train.accumulation)
     timer = PhaseTimer()
-    checkpoints = CheckpointManager(run_dir / "checkpoints", config.checkpoint.keep, contract(config, world, dataset))
+    checkpoints = CheckpointManager(
+        run_dir / "checkpoints",
+        config.checkpoint.keep,
+        contract(config, world, dataset),
+        copies_stores=config.checkpoint.tables == "full",
+    )
     return Loop(
         config=config,
         world=world,
@@ -134,6 +143,7 @@ def resume(loop: Loop, run_dir: Path) -> TrainState:
     newest = loop.checkpoints.newest()
     if newest is not None and not config.checkpoint.resume:
         raise ConfigError(f"{run_dir} holds checkpoints and checkpoint.resume=false: choose another run_dir, or resume")
+    loop.checkpoints.clean_up(loop.dmp, loop.optimizer)
     state = TrainState()
     seed_rank(config.train.seed, world.rank)
     note = ""
@@ -149,9 +159,30 @@ def resume(loop: Loop, run_dir: Path) -> TrainState:
     return state
 
 
+def scale_to_batch(config: RunConfig, world: World, dataset: Dataset) -> RunConfig:
+    """Returns the configuration with rates for the batch that this job trains with, as `optim.scaling` says."""
+    order = batch_order(config, world)
+    num_epoch_steps = order.num_steps(dataset.num_rows("train"))
+    return replace(config, optim=scale_optim(config.optim, order.global_batch_size, num_epoch_steps))
+
+
+def scaling_lines(given: RunConfig, scaled: RunConfig, world: World, dataset: Dataset) -> list[str]:
+    """Says what became of the rates, and what to watch out for; nothing without `optim.scaling`."""
+    if given.optim.scaling == "none":
+        return []
+    num_steps = num_total_steps(scaled, world, dataset)
+    lines = [describe(given.optim, scaled.optim, batch_order(given, world).global_batch_size), f"{num_steps} optimizer steps"]
+    return lines + [f"warning: {text}" for text in warnings(given.optim, num_steps, given.model.embedding_init_std)]
+
+
+def batch_order(config: RunConfig, world: World) -> BatchOrder:
+    """Returns how many rows a step takes and how they are split."""
+    return BatchOrder(batch_size=config.train.batch_size, world_size=world.world_size, micro_batches=config.train.accumulation)
+
+
 def num_total_steps(config: RunConfig, world: World, dataset: Dataset) -> int:
     """Optimizer steps of a run that is not stopped early; schedules end there."""
-    order = BatchOrder(batch_size=config.train.batch_size, world_size=world.world_size, micro_batches=config.train.accumulation)
+    order = batch_order(config, world)
     num_steps = config.train.epochs * order.num_steps(dataset.num_rows("train"))
     return min(num_steps, config.train.max_steps) if config.train.max_steps else num_steps
 

@@ -96,6 +96,13 @@ class OptimConfig:
     clip_norm: float = 0.0  # bound on the norm of the dense parameters' gradient, tables not counted; 0 = none
     schedule: str = "constant"  # constant | linear | cosine: decay after the warm-up, to zero when the last step is done
     warmup_steps: int = 0  # steps of linear warm-up; step i of n takes i/n of the rate
+    warmup_covers: str = "all"  # all | dense: whether the tables' rate is warmed up too
+    clip: str = "none"  # none | cowclip: clip each row's summed gradient by its count and norm (tiered tables only)
+    clip_ratio: float = 1.0  # CowClip's r; a factor of a row's norm
+    clip_zeta: float = 1e-5  # CowClip's zeta: a row counts as at least this large, times the root of its columns
+    clip_exempt: list[str] = field(default_factory=lambda: ["wide_*"])  # names of tables that are not clipped, * and ? allowed
+    scaling: str = "none"  # none | linear | sqrt | sqrt_l2_kept | cowclip: how rates follow the batch from base_batch_size
+    base_batch_size: int = 0  # rows per step for which the rates above were tuned; needed by scaling
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,7 @@ class CheckpointConfig:
 
     every_steps: int = 0  # optimizer steps between checkpoints; 0 = at the end of each epoch only
     keep: int = 2  # newest checkpoints kept
+    tables: str = "store"  # store | full: tables on SSD by snapshots of their row stores, at the cost of what changed, or copied whole
     resume: bool = True  # continue from the newest checkpoint in the run directory, if there is one
 
 

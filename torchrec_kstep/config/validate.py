@@ -27,8 +27,12 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "optim.dense": ("adam", "sgd", "adagrad"),
     "optim.embedding": ("adam", "sgd", "adagrad", "rowwise_adagrad"),
     "optim.schedule": ("constant", "linear", "cosine"),
+    "optim.warmup_covers": ("all", "dense"),
+    "optim.clip": ("none", "cowclip"),
+    "optim.scaling": ("none", "linear", "sqrt", "sqrt_l2_kept", "cowclip"),
     "train.pipeline": ("sparse_dist", "base", "plain"),
     "train.device": ("cpu", "cuda"),
+    "checkpoint.tables": ("store", "full"),
     "metrics.progress": ("auto", "bar", "lines", "none"),
     "distributed.backend": ("gloo", "nccl"),
 }
@@ -100,6 +104,9 @@ BOUNDS: Mapping[str, Bounds] = {
     "optim.embedding_l2": NOT_NEGATIVE,
     "optim.clip_norm": NOT_NEGATIVE,
     "optim.warmup_steps": ANY_COUNT,
+    "optim.clip_ratio": POSITIVE,
+    "optim.clip_zeta": NOT_NEGATIVE,
+    "optim.base_batch_size": ANY_COUNT,
     "train.batch_size": AT_LEAST_ONE,
     "train.accumulation": AT_LEAST_ONE,
     "train.eval_batch_size": AT_LEAST_ONE,
@@ -187,6 +194,7 @@ def _run_rules(config: RunConfig) -> Iterator[Finding]:
     yield from _model_rules(config)
     yield from _fused_rules(config)
     yield from _tier_rules(config)
+    yield from _large_batch_rules(config)
     planner, optim, train = config.planner, config.optim, config.train
     if planner.kernel == "dense" and optim.embedding == "rowwise_adagrad":
         yield Finding(
@@ -203,6 +211,38 @@ def _run_rules(config: RunConfig) -> Iterator[Finding]:
         yield Finding(
             "distributed.backend=nccl with train.device=cpu: NCCL moves CUDA tensors only; choose distributed.backend=gloo",
             ("distributed.backend", "train.device"),
+        )
+
+
+def _large_batch_rules(config: RunConfig) -> Iterator[Finding]:
+    """Says what CowClip and the scaling rules need."""
+    planner, optim = config.planner, config.optim
+    if optim.scaling != "none" and not optim.base_batch_size:
+        yield Finding(
+            f"optim.scaling={optim.scaling} without optim.base_batch_size: name the rows per step for which the rates were tuned",
+            ("optim.scaling", "optim.base_batch_size"),
+        )
+    if optim.scaling == "cowclip" and optim.warmup_steps:
+        yield Finding(
+            f"optim.scaling=cowclip with optim.warmup_steps={optim.warmup_steps}: the rule warms the dense parameters up over one epoch; "
+            "leave optim.warmup_steps at 0, or choose another rule",
+            ("optim.scaling", "optim.warmup_steps"),
+        )
+    if optim.clip == "none":
+        return
+    if planner.kernel != "tiered":
+        why = {
+            "fused": "FBGEMM's COWCLIP is another rule (row-wise Adagrad, a running counter), and it has no CPU kernel",
+            "dense": "dense tables step every row with torch.optim, which has no row-wise clip",
+        }[planner.kernel]
+        yield Finding(
+            f"optim.clip=cowclip with planner.kernel={planner.kernel}: {why}; choose planner=tiered", ("optim.clip", "planner.kernel")
+        )
+    cut = [name for name, sharding in planner.tables.items() if sharding == "column_wise"]
+    if planner.kernel == "tiered" and (planner.sharding == "column_wise" or cut):
+        yield Finding(
+            "optim.clip=cowclip with column_wise tables: the bound is the norm of a whole row; choose another sharding",
+            ("optim.clip", "planner.kernel", "planner.sharding", "planner.tables"),
         )
 
 

@@ -1,6 +1,7 @@
 """One optimizer for a sharded task: dense parameters, tables with gradients, tables that step inside backward."""
 
 from torch import nn
+from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
@@ -10,6 +11,7 @@ from torchrec_kstep.config.schema import OptimConfig
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.optim.accumulate import AccumulatingOptimizer
 from torchrec_kstep.optim.keyed import OPTIMIZERS, TorchOptimizer, torch_optimizer
+from torchrec_kstep.optim.schedule import IS_TABLE
 from torchrec_kstep.torchrec_seam.optim import DeferredUpdate, ShardedTensor
 from torchrec_kstep.torchrec_seam.sharding import ShardedEmbeddingBagCollection
 
@@ -50,9 +52,17 @@ def build_optimizer(dmp: DistributedModelParallel, config: OptimConfig, accumula
         inner = torch_optimizer(config.embedding, list(embedding.values()), config.embedding_lr, betas, config.eps, config.embedding_l2)
         sharded = {name: value for name, value in dmp.state_dict().items() if isinstance(value, ShardedTensor)}
         parts.append(TorchOptimizer(embedding, inner, sharded))
+        _mark_tables(inner)
     parts.append(dmp.fused_optimizer)
+    _mark_tables(dmp.fused_optimizer)
     combined = CombinedOptimizer(parts)
     return AccumulatingOptimizer(combined, accumulation) if accumulation > 1 else combined
+
+
+def _mark_tables(optimizer: Optimizer) -> None:
+    """Marks parameter groups as those of tables, for schedules that tell them from the dense parameters."""
+    for group in optimizer.param_groups:
+        group[IS_TABLE] = True
 
 
 def _tables_stepped_in_backward(dmp: DistributedModelParallel) -> set[str]:

@@ -7,7 +7,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_kstep.config.schema import OptimConfig, PlannerConfig, TiersConfig
 from torchrec_kstep.errors import ConfigError
-from torchrec_kstep.optim_spec import AdamSpec, OptimizerSpec, RowwiseAdagradSpec, SgdSpec
+from torchrec_kstep.optim_spec import AdamSpec, CowClip, OptimizerSpec, RowwiseAdagradSpec, SgdSpec
 from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder
 from torchrec_kstep.tier_config import TierConfig
 from torchrec_kstep.torchrec_seam.sharding import EmbeddingBagCollectionSharder, EmbeddingComputeKernel, EmbOptimType
@@ -92,11 +92,12 @@ def build_sharders(
 
 def row_optimizer(optim: OptimConfig) -> OptimizerSpec:
     """Translates the optimizer of the tables into that of their rows: the same rule, for the rows of a batch only."""
+    clip = CowClip(optim.clip_ratio, optim.clip_zeta, tuple(optim.clip_exempt)) if optim.clip == "cowclip" else None
     if optim.embedding == "adam":
-        return AdamSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+        return AdamSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     if optim.embedding == "rowwise_adagrad":
-        return RowwiseAdagradSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, eps=optim.eps)
-    return SgdSpec(lr=optim.embedding_lr, l2=optim.embedding_l2)
+        return RowwiseAdagradSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip, eps=optim.eps)
+    return SgdSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip)
 
 
 def tier_config(tiers: TiersConfig) -> TierConfig | None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torchrec_kstep.config.schema import OptimConfig
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.optim import LrSchedule, lr_scale
+from torchrec_kstep.optim.schedule import IS_TABLE
 
 configs = st.builds(OptimConfig, schedule=st.sampled_from(["constant", "linear", "cosine"]), warmup_steps=st.integers(0, 50))
 
@@ -65,3 +66,15 @@ def test_impossible_schedules_are_refused(config: OptimConfig, step: int, expect
     """Otherwise a typing error would train at a constant rate."""
     with pytest.raises(ConfigError, match=expected):
         lr_scale(step, config, 10)
+
+
+def test_tables_can_be_left_out_of_the_warm_up_but_not_of_the_decay() -> None:
+    """CowClip warms the dense parameters up alone; otherwise tables would crawl through their first epoch."""
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [params[0]], "lr": 1.0}, {"params": [params[1]], "lr": 0.1, IS_TABLE: True}])
+    schedule = LrSchedule(optimizer, OptimConfig(schedule="linear", warmup_steps=4, warmup_covers="dense"), 104)
+    rates = []
+    for step in (0, 3, 54):
+        schedule.apply(step)
+        rates.append(tuple(group["lr"] for group in optimizer.param_groups))
+    assert rates == [pytest.approx((0.25, 0.1)), pytest.approx((1.0, 0.1)), pytest.approx((0.5, 0.05))]
