@@ -14,6 +14,7 @@
 // Ownership: plain values. Threads: immutable after make().
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -33,6 +34,7 @@ struct OptimizerSpec {
   bool has_clip = false;
   double clip_ratio = 1.0;   // r
   double clip_zeta = 1e-5;   // zeta
+  std::vector<std::size_t> unclipped;  // positions of the tables that the clip leaves alone
 };
 
 // 1 / (1 - beta^step), step >= 1.
@@ -73,6 +75,7 @@ struct UpdateParams {
   double row_beta1 = 0.0, row_beta2 = 0.0;
   bool has_clip = false;
   float clip_ratio = 1.0f, clip_floor = 0.0f;  // r, and r * sqrt(dim) * zeta
+  std::uint64_t* num_clipped = nullptr;        // counts rows whose gradient was scaled down; several threads add to it
 };
 
 }  // namespace kstep

@@ -273,6 +273,7 @@ KSTEP_INLINE const float* shape_gradient(const UpdateParams& p, const std::byte*
     const float limit = p.clip_ratio * static_cast<float>(count) * floor;
     const float grad_norm = norm<kDim>(g, static_cast<std::uint32_t>(dim));
     if (grad_norm > limit) {
+      __atomic_fetch_add(p.num_clipped, 1, __ATOMIC_RELAXED);  // rare; a std::atomic's members could be shared between units
       const float scale = limit / grad_norm;
       for (int j = 0; j < dim; ++j) acc[j] = scale * g[j];
       g = acc;

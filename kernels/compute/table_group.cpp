@@ -81,6 +81,8 @@ Status TableGroup::make(std::unique_ptr<RowSource> source, const OptimizerSpec& 
     KSTEP_RETURN_IF_ERROR(RowLayout::make(table, spec, &group->layouts_.back()));
   }
   group->touched_.resize(group->tables().size());
+  group->num_updated_.assign(group->tables().size(), 0);
+  group->num_clipped_.assign(group->tables().size(), 0);
   group->tickets_.assign(group->tables().size(), kNoTicket);
   *out = std::move(group);
   return Status();
@@ -252,7 +254,17 @@ Status TableGroup::check_can_update() const {
   return Status::invalid("update", "this group was made without an optimizer: its rows can only be read");
 }
 
-UpdateParams TableGroup::update_params(std::size_t table, const StepParams& step) const {
+bool TableGroup::has_clip(std::size_t table) const {
+  return spec_.has_clip && std::find(spec_.unclipped.begin(), spec_.unclipped.end(), table) == spec_.unclipped.end();
+}
+
+void TableGroup::count_updates(const std::int64_t* table_offsets) {
+  for (std::size_t t = 0; t < layouts_.size(); ++t) {
+    num_updated_[t] += static_cast<std::uint64_t>(table_offsets[t + 1] - table_offsets[t]);
+  }
+}
+
+UpdateParams TableGroup::update_params(std::size_t table, const StepParams& step) {
   UpdateParams params;
   params.kind = spec_.kind;
   params.layout = layouts_[table];
@@ -263,7 +275,8 @@ UpdateParams TableGroup::update_params(std::size_t table, const StepParams& step
   params.one_minus_beta2 = static_cast<float>(1.0 - spec_.beta2);
   params.eps = static_cast<float>(spec_.eps);
   params.l2 = static_cast<float>(spec_.l2);
-  params.has_clip = spec_.has_clip;
+  params.has_clip = has_clip(table);
+  params.num_clipped = &num_clipped_[table];
   params.clip_ratio = static_cast<float>(spec_.clip_ratio);
   params.clip_floor = static_cast<float>(spec_.clip_ratio * std::sqrt(static_cast<double>(params.layout.dim)) * spec_.clip_zeta);
   if (spec_.kind == OptimizerKind::Adam && spec_.bias_correction == BiasCorrection::Row) {
@@ -294,6 +307,7 @@ Status TableGroup::reduce_update(const Lookup& lookup, const Gradient& gradient,
     row_kernels().reduce_update(args, update_params(range.table, step), range.begin, range.end);
   });
   note_touched(lookup.unique_rows, lookup.table_offsets);
+  count_updates(lookup.table_offsets);
   return pins.unpin(true);
 }
 
@@ -309,6 +323,7 @@ Status TableGroup::apply(const RowGradients& gradients, const StepParams& step, 
     row_kernels().apply_update(args, update_params(range.table, step), range.begin, range.end);
   });
   note_touched(gradients.unique_rows, gradients.table_offsets);
+  count_updates(gradients.table_offsets);
   return pins.unpin(true);
 }
 

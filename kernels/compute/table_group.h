@@ -86,6 +86,11 @@ class TableGroup {
   Status write_field(std::uint32_t table, const std::uint64_t* rows, std::size_t num_rows, const std::string& field,
                      const std::byte* values);
 
+  // Updates of rows of a table, and how many of them the clip scaled down, since the group was made.
+  std::uint64_t num_updated(std::size_t table) const { return num_updated_[table]; }
+  std::uint64_t num_clipped(std::size_t table) const { return num_clipped_[table]; }
+  bool has_clip(std::size_t table) const;
+
   // Rows updated since `clear_touched`, ascending. Needs field "touches".
   std::vector<std::uint64_t> touched_rows(std::uint32_t table);
   // Sets "touches" of those rows to 0 and forgets them.
@@ -101,7 +106,8 @@ class TableGroup {
   TableGroup(std::unique_ptr<RowSource> source, const OptimizerSpec& spec);
   Status check_can_update() const;
   std::size_t dim_of_feature(const Lookup& lookup, std::size_t feature) const;
-  UpdateParams update_params(std::size_t table, const StepParams& step) const;
+  UpdateParams update_params(std::size_t table, const StepParams& step);
+  void count_updates(const std::int64_t* table_offsets);
   void map_gradient(const Lookup& lookup, const Gradient& gradient, int num_threads);
   void map_bag(const Lookup& lookup, const Gradient& gradient, std::size_t feature, std::size_t bag);
   ReduceArgs reduce_args(const Lookup& lookup, const Gradient& gradient);
@@ -113,6 +119,7 @@ class TableGroup {
   const OptimizerSpec spec_;
   const BiasTable bias1_, bias2_;
   std::vector<RowLayout> layouts_;
+  std::vector<std::uint64_t> num_updated_, num_clipped_;  // [num_tables]
   std::vector<std::vector<std::uint64_t>> touched_;  // per table, in the order of their first update
 
   // Scratch; grows to the largest batch and stays.

@@ -52,6 +52,8 @@ InitKind parse_init(const std::string& table, const std::string& kind) {
   return InitKind::Normal;
 }
 
+const std::string kUnclipped = "unclipped:";  // with the position of a table behind it
+
 OptimizerSpec parse_optimizer(const std::string& kind, const FloatDict& options) {
   OptimizerSpec spec;
   if (kind == "sgd") {
@@ -73,6 +75,7 @@ OptimizerSpec parse_optimizer(const std::string& kind, const FloatDict& options)
     else if (name == "row_bias") spec.bias_correction = value != 0.0 ? BiasCorrection::Row : BiasCorrection::Global;
     else if (name == "clip_ratio") spec.clip_ratio = value;
     else if (name == "clip_zeta") spec.clip_zeta = value;
+    else if (name.rfind(kUnclipped, 0) == 0) spec.unclipped.push_back(std::stoul(name.substr(kUnclipped.size())));
     else TORCH_CHECK_VALUE(false, "optimizer option '", name, "' is unknown");
   }
   spec.has_clip = options.contains("clip_ratio");
@@ -215,6 +218,11 @@ std::vector<FloatDict> RowGroup::counters() const {
   for (const std::map<std::string, double>& table : state_->tables->source().counters()) {
     FloatDict dict;
     for (const auto& [name, value] : table) dict.insert(name, value);
+    const std::size_t position = result.size();
+    if (state_->tables->has_clip(position)) {
+      dict.insert("updated_rows", static_cast<double>(state_->tables->num_updated(position)));
+      dict.insert("clipped_rows", static_cast<double>(state_->tables->num_clipped(position)));
+    }
     result.push_back(dict);
   }
   return result;

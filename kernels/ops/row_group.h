@@ -60,7 +60,7 @@ std::shared_ptr<GroupState> find_group(int64_t handle);
 class RowGroup : public torch::CustomClassHolder {
  public:
   // `kind`: none, sgd, adam or rowwise_adagrad. `options`: beta1, beta2, eps, l2, row_bias (0 or 1), clip_ratio and
-  // clip_zeta (both or none); an unknown name is refused.
+  // clip_zeta (both or none), "unclipped:<position>" (any value) for a table that is not clipped; an unknown name is refused.
   RowGroup(const c10::intrusive_ptr<RowSourceHolder>& holder, const std::string& kind, const FloatDict& options);
   ~RowGroup() override;
 
