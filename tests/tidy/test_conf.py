@@ -10,7 +10,8 @@ from torchrec_kstep.config import schema
 from torchrec_kstep.config.load import load
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-ENTRIES = {"train": schema.RunConfig, "prepare": schema.PrepareConfig}
+ENTRIES = {"train": schema.RunConfig, "prepare": schema.PrepareConfig, "study": schema.StudyConfig}
+THIN = {("experiment", "train"), ("study", "study")}  # groups of files that change keys of any group of their entry
 GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and not folder.name.startswith("_"))
 CHOICES = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
 # Choices that make sense only together with another one; alone they are refused, by name.
@@ -32,7 +33,7 @@ def test_an_entry_composes_as_it_stands(entry: str) -> None:
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=["/".join(choice) for choice in CHOICES])
 def test_every_choice_of_a_group_composes(group: str, choice: str) -> None:
-    used = [entry for entry, kind in ENTRIES.items() if group in groups_of(kind) or (group == "experiment" and entry == "train")]
+    used = [entry for entry, kind in ENTRIES.items() if group in groups_of(kind) or (group, entry) in THIN]
     assert used, f"conf/{group} belongs to no entry"
     for entry in used:
         load(ENTRIES[entry], entry, [f"{group}={choice}", *COMPANIONS.get((group, choice), [])])

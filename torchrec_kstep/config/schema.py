@@ -170,6 +170,22 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class StudyConfig:
+    """Everything `python -m torchrec_kstep.study` reads: which trainings to compare."""
+
+    name: str = "study"  # what the study is called
+    work: str = ""  # folder of its runs, table and page; "" = runs/study_<name>
+    train: list[str] = field(default_factory=list)  # overrides of `train` in every run, e.g. experiment=ml1m_deepfm
+    models: list[str] = field(default_factory=lambda: ["deepfm"])  # models, one curve each
+    variants: dict[str, str] = field(default_factory=dict)  # name -> overrides with blanks between them; one curve each
+    points_of: dict[str, str] = field(default_factory=dict)  # variant -> the points it is run at, with blanks between; default all
+    axis: str = "train.batch_size"  # key of `train` that varies along a curve
+    points: list[str] = field(default_factory=list)  # its values, in order
+    seeds: list[int] = field(default_factory=lambda: [1])  # values of train.seed; curves show the mean
+    run_limit_s: float = 14_400.0  # seconds that one run may take
+
+
+@dataclass(frozen=True)
 class PrepareConfig:
     """Everything `python -m torchrec_kstep.prepare` reads."""
 

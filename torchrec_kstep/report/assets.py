@@ -54,7 +54,7 @@ for (const figure of document.querySelectorAll("figure[data-curves]")) {
     const x = near.reduce((a, b) => Math.abs(b[0] - wanted) < Math.abs(a[0] - wanted) ? b : a)[0];
     const at = left + (x - low) / (high - low) * (right - left);
     pointer.setAttribute("x1", at); pointer.setAttribute("x2", at);
-    box.replaceChildren(Object.assign(document.createElement("div"), { textContent: chart.label + " " + x }));
+    box.replaceChildren(Object.assign(document.createElement("div"), { textContent: chart.label + " " + (chart.names[x] || x) }));
     chart.series.forEach((series, index) => {
       const row = document.createElement("div"), mark = document.createElement("i");
       mark.className = "swatch"; mark.style.background = "var(--series-" + series.colour + ")";

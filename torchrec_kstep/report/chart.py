@@ -22,7 +22,14 @@ class Series:
     points: list[tuple[float, float]]
 
 
-def line_chart(title: str, series: Sequence[Series], x_label: str = "step", digits: int = 4, from_zero: bool = False) -> str:
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    x_label: str = "step",
+    digits: int = 4,
+    from_zero: bool = False,
+    x_names: Sequence[str] = (),
+) -> str:
     """Draws curves over a common axis; the page's script shows the values under the pointer.
 
     Args:
@@ -31,13 +38,14 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step", digi
         x_label: what the x axis counts.
         digits: significant digits of the values shown.
         from_zero: whether the y axis starts at zero.
+        x_names: names of x = 0, 1, 2, ..., shown in place of numbers.
     """
     drawn = [Series(one.name, one.colour, thin(one.points)) for one in series if one.points]
     caption = f"<figcaption>{html.escape(title)}</figcaption>"
     if not drawn:
         return f'<figure class="chart">{caption}<p class="nothing">nothing recorded</p></figure>'
-    last_x = max(x for one in drawn for x, _ in one.points) or 1.0
-    x_ticks = [tick for tick in ticks(0.0, last_x) if tick <= last_x]
+    last_x = float(len(x_names) - 1) if len(x_names) > 1 else max(x for one in drawn for x, _ in one.points) or 1.0
+    x_ticks = [float(index) for index in range(len(x_names))] or [tick for tick in ticks(0.0, last_x) if tick <= last_x]
     low, high = _range(y for one in drawn for _, y in one.points)
     y_ticks = ticks(min(0.0, low) if from_zero else low, high)
     x_scale = _scale(0.0, last_x, LEFT, WIDTH - RIGHT)
@@ -49,7 +57,7 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step", digi
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>')
     for tick in x_ticks:
         anchor = "end" if x_scale(tick) > WIDTH - RIGHT - 20 else "middle"
-        parts.append(f'<text x="{x_scale(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="{anchor}">{number(tick)}</text>')
+        parts.append(f'<text x="{x_scale(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="{anchor}">{_x_text(tick, x_names)}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 2}" text-anchor="middle">{html.escape(x_label)}</text>')
     for one in drawn:
         path = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in one.points)
@@ -60,6 +68,7 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step", digi
     parts.append(f'<line class="pointer" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg><div class="values"></div>')
     data = {
         "label": x_label,
+        "names": list(x_names),
         "x": [0.0, last_x, LEFT, WIDTH - RIGHT],
         "digits": digits,
         "series": [{"name": one.name, "colour": one.colour % NUM_COLOURS, "points": one.points} for one in drawn],
@@ -106,6 +115,10 @@ def number(value: float) -> str:
         if abs(value) >= limit:
             return f"{value / (1e3 if suffix == 'k' else limit):.4g}{suffix}"
     return f"{value:.4g}"
+
+
+def _x_text(x: float, names: Sequence[str]) -> str:
+    return html.escape(names[int(x)]) if names else number(x)
 
 
 def _range(values: Iterable[float]) -> tuple[float, float]:

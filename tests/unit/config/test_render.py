@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from tests.unit.config.toy import InnerToy, OptimToy, Toy
 from torchrec_kstep.config.check import writable_schema
 from torchrec_kstep.config.render import reference_table, yaml_text
-from torchrec_kstep.config.schema import PrepareConfig, RunConfig
+from torchrec_kstep.config.schema import PrepareConfig, RunConfig, StudyConfig
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
@@ -56,7 +56,7 @@ def test_written_yaml_explains_every_key() -> None:
 
 def test_the_document_lists_every_key_as_the_schema_has_it() -> None:
     """`KSTEP_UPDATE_GOLDEN=1 pytest tests/unit/config/test_render.py` rewrites the tables after a change of the schema."""
-    table = reference_table({"train": RunConfig, "prepare": PrepareConfig})
+    table = reference_table({"train": RunConfig, "prepare": PrepareConfig, "study": StudyConfig})
     head, _, rest = DOCUMENT.read_text().partition(BEGIN)
     current, _, tail = rest.partition(END)
     if os.environ.get("KSTEP_UPDATE_GOLDEN") == "1":
@@ -67,7 +67,7 @@ def test_the_document_lists_every_key_as_the_schema_has_it() -> None:
 
 
 def test_the_table_shows_shared_groups_once() -> None:
-    table = reference_table({"train": RunConfig, "prepare": PrepareConfig})
+    table = reference_table({"train": RunConfig, "prepare": PrepareConfig, "study": StudyConfig})
     assert table.count("### `data`\n") == 1
     assert "Read by `train` and `prepare`." in table
     assert "| `train.batch_size` | `int` | `256` | rows per rank and micro-batch |" in table
