@@ -6,26 +6,28 @@ Layer: multiprocess.
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.multiprocess.tiered_cases import gathered
-from tests.multiprocess.tiny import TinyDataset, assert_equal_bits, fingerprints, finish, one_rank_group, start, tiny_config
+from tests.multiprocess.tiny import (
+    TinyDataset,
+    assert_equal_bits,
+    close_stores,
+    fingerprints,
+    finish,
+    on_ssd,
+    one_rank_group,
+    start,
+    tiered_config,
+    tiny_config,
+)
 from tests.spawn import SpawnRanks
-from torchrec_kstep.config.schema import RunConfig, TiersConfig
+from torchrec_kstep.config.schema import RunConfig
 from torchrec_kstep.world import World
 
 pytestmark = pytest.mark.multiprocess
-
-
-def tiered_config(**changes: Any) -> RunConfig:
-    return tiny_config(planner__kernel="tiered", planner__sharding="row_wise", model__dropout=0.0, **changes)
-
-
-def on_ssd(config: RunConfig, folder: Path, dram_bytes: str) -> RunConfig:
-    return replace(config, tiers=TiersConfig("dram_ssd", dram_bytes, [str(folder)], segment_bytes="64KiB"))
 
 
 def _train(world: World, configs: list[RunConfig], folder: str) -> list[dict[str, torch.Tensor]]:
@@ -62,20 +64,20 @@ def test_a_cache_of_any_size_trains_bit_for_bit_as_dram(tmp_path: Path, dram_byt
         assert_equal_bits(fingerprints(actual), fingerprints(expected))
 
 
-@pytest.mark.parametrize("tier", ["dram", "dram_ssd"])
-def test_resuming_equals_not_stopping_bit_for_bit(tmp_path: Path, tier: str) -> None:
-    """Rows, moments and the number of steps all come back."""
-    config = tiered_config(checkpoint__every_steps=3)
+@pytest.mark.parametrize("tables", ["dram", "store", "full"])
+def test_resuming_equals_not_stopping_bit_for_bit(tmp_path: Path, tables: str) -> None:
+    """Rows, moments and the number of steps all come back. Whole tables are read by any store, snapshots by their own."""
+    config = tiered_config(checkpoint__every_steps=3, checkpoint__tables="full" if tables == "full" else "store")
 
     def tiers(name: str) -> RunConfig:
-        return config if tier == "dram" else on_ssd(config, tmp_path / name, "8KiB")
+        return config if tables == "dram" else on_ssd(config, tmp_path / name, "8KiB")
 
     with one_rank_group() as world:
         stopped = replace(tiers("stopped"), train=replace(config.train, max_steps=6), optim=replace(config.optim, schedule="constant"))
         unbroken = replace(tiers("constant"), optim=stopped.optim)
         expected, _ = finish(unbroken, world, TinyDataset(), tmp_path / "run_constant")
-        finish(stopped, world, TinyDataset(), tmp_path / "run_stopped")
-        resumed = replace(tiers("resumed"), optim=stopped.optim)
+        close_stores(finish(stopped, world, TinyDataset(), tmp_path / "run_stopped")[0])
+        resumed = replace(tiers("stopped" if tables == "store" else "resumed"), optim=stopped.optim)
         actual, state = start(resumed, world, TinyDataset(), tmp_path / "run_stopped")
         assert state.step == 6
         actual.train(state)

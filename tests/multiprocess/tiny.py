@@ -20,12 +20,15 @@ from torchrec_kstep.config.schema import (
     OptimConfig,
     PlannerConfig,
     RunConfig,
+    TiersConfig,
     TrainConfig,
 )
 from torchrec_kstep.data.collate import Bags, make_batch
 from torchrec_kstep.data.dataset import BatchStream
 from torchrec_kstep.data.order import BatchOrder, shares
 from torchrec_kstep.loop import Loop
+from torchrec_kstep.sharding.tiered.state import PrefetchesRows, kernels_of
+from torchrec_kstep.storage.tiered_tables import TieredTables
 from torchrec_kstep.train import build_loop, resume
 from torchrec_kstep.types import Batch, FeatureSchema, SparseFeature, Split
 from torchrec_kstep.world import World
@@ -100,6 +103,16 @@ def tiny_config(**changes: Any) -> RunConfig:
     return config
 
 
+def tiered_config(**changes: Any) -> RunConfig:
+    """Tiered tables, rows over all ranks, no dropout: the same result for every number of ranks."""
+    return tiny_config(planner__kernel="tiered", planner__sharding="row_wise", model__dropout=0.0, **changes)
+
+
+def on_ssd(config: RunConfig, folder: Path, dram_bytes: str = "8KiB") -> RunConfig:
+    """The same with rows on SSD."""
+    return replace(config, tiers=TiersConfig("dram_ssd", dram_bytes, [str(folder)], segment_bytes="64KiB"))
+
+
 @contextmanager
 def one_rank_group() -> Iterator[World]:
     """A process group of this process alone."""
@@ -123,6 +136,18 @@ def finish(config: RunConfig, world: World, dataset: TinyDataset, run_dir: Path)
     loop.train(state)
     loop.sinks.close()
     return loop, state
+
+
+def row_stores(loop: Loop) -> list[TieredTables]:
+    """The row stores of this rank."""
+    groups = [kernel.group for module in loop.dmp.modules() if isinstance(module, PrefetchesRows) for kernel in kernels_of(module._lookups)]
+    return [group for group in groups if isinstance(group, TieredTables)]
+
+
+def close_stores(loop: Loop) -> None:
+    """Ends the row stores of this rank, as the end of its process would."""
+    for store in row_stores(loop):
+        store.close()
 
 
 def fingerprints(loop: Loop) -> dict[str, bytes]:

@@ -1,50 +1,54 @@
 """Checkpoints of a run: save, find, restore, and remove what is no longer needed."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_kstep.checkpoint.agreement import agree, on_all_ranks
 from torchrec_kstep.checkpoint.files import remove_folder, verify_file
 from torchrec_kstep.checkpoint.manifest import MANIFEST_NAME, Manifest, Scalar, differences, read_manifest
 from torchrec_kstep.checkpoint.state import Slot, TrainState, flatten, random_state, set_random_state
 from torchrec_kstep.checkpoint.storage import JsonLoadPlanner, JsonSavePlanner, SnapshotReader, SnapshotWriter
-from torchrec_kstep.errors import CheckpointError, KStepError
+from torchrec_kstep.checkpoint.stores import HOW_TO_CHANGE, RunStores, StoreReference, agree_on_run_id
+from torchrec_kstep.errors import CheckpointError
 
 _NAME = re.compile(r"step_(\d{10})")
 _LEFTOVER = re.compile(r"step_\d{10}\.(tmp|deleted)")
+_RUN_ID_NAME = "run_id"
 _SHOWN_DIFFERENCES = 8
-
-T = TypeVar("T")
 
 
 class CheckpointManager:
     """The checkpoints of one run, in one folder that all ranks see.
 
     A checkpoint is the folder `step_<10 digits>`: one safetensors file per rank and a JSON manifest with checksums. Tables
-    are stored by global row and column, so another sharding or number of ranks reads them as well.
+    are stored by global row and column, so another sharding or number of ranks reads them as well. Tables on SSD are the
+    exception: their row stores take snapshots of their own, to which the manifest refers, unless whole tables are asked for.
     """
 
-    def __init__(self, folder: Path, keep: int, contract: Mapping[str, Scalar]) -> None:
+    def __init__(self, folder: Path, keep: int, contract: Mapping[str, Scalar], copies_stores: bool = False) -> None:
         """Looks at nothing yet.
 
         Args:
-            folder: made by the first save.
+            folder: made when it is needed.
             keep: newest checkpoints that are not removed, at least 1; the best one is kept besides.
             contract: what a run must share with the one that saved, for its checkpoint to be continued.
+            copies_stores: copy tables on SSD into the checkpoint as a whole, instead of leaving them to snapshots of their
+                row stores.
         """
         self._folder = folder
         self._keep = max(keep, 1)
         self._contract = dict(contract)
+        self._copies_stores = copies_stores
 
     def steps(self) -> list[int]:
         """Steps of the published checkpoints, ascending. Leftovers of interrupted saves do not count. Not collective."""
@@ -55,10 +59,17 @@ class CheckpointManager:
 
     def newest(self) -> int | None:
         """Step of the newest checkpoint as rank 0 sees it, or `None`. Collective."""
-        found: list[Any] = [max(self.steps(), default=None)]
-        dist.broadcast_object_list(found, src=0)
-        step: int | None = found[0]
-        return step
+        return max(self._steps_of_rank_0(), default=None)
+
+    def clean_up(self, dmp: DistributedModelParallel, optimizer: KeyedOptimizer) -> None:
+        """Removes what interrupted saves left: half checkpoints, and snapshots of row stores to which none refers. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: a row store holds checkpoints of another run.
+        """
+        if dist.get_rank() == 0 and self._folder.is_dir():
+            self._remove_leftovers()
+        self._remove_unused_snapshots(RunStores.find(_slots(dmp.state_dict(), optimizer.state_dict())))
 
     def save(self, state: TrainState, dmp: DistributedModelParallel, optimizer: KeyedOptimizer) -> None:
         """Saves weights, optimizer states, `state` and every rank's random streams, then removes old checkpoints. Collective.
@@ -69,12 +80,18 @@ class CheckpointManager:
             CheckpointError: on all ranks, if any of them could not write; older checkpoints are intact.
         """
         slots = {**_slots(dmp.state_dict(), optimizer.state_dict()), **_random_slots(dist.get_rank(), random_state())}
-        manifest = Manifest(state.step, asdict(state), self._contract, dist.get_world_size(), {}, {}, {})
+        stores = RunStores.find(slots)
+        references: tuple[StoreReference, ...] = ()
+        if stores.names and not self._copies_stores:
+            references = self._snapshot(stores, state.step)
+            slots = {name: slot for name, slot in slots.items() if name not in stores.names}
+        manifest = Manifest(state.step, asdict(state), self._contract, dist.get_world_size(), {}, {}, {}, references)
         writer = SnapshotWriter(self._folder, _name(state.step), manifest)
         values = {name: slot.value for name, slot in slots.items()}
-        _on_all_ranks("save", lambda: save(values, storage_writer=writer, planner=JsonSavePlanner()))
+        on_all_ranks("save", lambda: save(values, storage_writer=writer, planner=JsonSavePlanner()))
         if dist.get_rank() == 0:
             self._prune(state)
+        self._remove_unused_snapshots(stores)
 
     def restore(self, step: int, dmp: DistributedModelParallel, optimizer: KeyedOptimizer) -> tuple[TrainState, bool]:
         """Loads the checkpoint of `step` in place. Collective.
@@ -87,15 +104,19 @@ class CheckpointManager:
                 model or optimizer (with what differs).
         """
         folder = self._folder / _name(step)
-        manifest = _agree(lambda: self._open(folder))
+        manifest = agree(lambda: self._open(folder))
         model_state, optimizer_state = dmp.state_dict(), optimizer.state_dict()
         slots = _slots(model_state, optimizer_state)
+        stores = RunStores.find(slots) if manifest.stores else RunStores.none()
+        agree(lambda: stores.check(folder, manifest.stores))
+        slots = {name: slot for name, slot in slots.items() if name not in stores.names}
         self._check_shape(folder, manifest, slots)
+        stores.restore(manifest.stores)
         own_random: dict[str, Any] = random_state() if manifest.world_size == dist.get_world_size() else {}
         slots |= _random_slots(dist.get_rank(), own_random)
         values = {name: slot.value for name, slot in slots.items()}
         reader = SnapshotReader(folder, manifest)
-        _on_all_ranks("load", lambda: load(values, storage_reader=reader, planner=JsonLoadPlanner()))
+        on_all_ranks("load", lambda: load(values, storage_reader=reader, planner=JsonLoadPlanner()))
         for name, slot in slots.items():  # tensors were loaded in place; values are put where they came from
             slot.container[slot.key] = values[name]
         dmp.load_state_dict(dict(model_state))  # a copy, because TorchRec renames keys in place
@@ -114,6 +135,11 @@ class CheckpointManager:
                 + "\nset these back to continue it, or choose another run_dir to start anew"
             )
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        if manifest.stores and manifest.world_size != world_size:
+            raise CheckpointError(
+                f"{folder} was saved by {manifest.world_size} ranks, and its tables lie in the row stores of these; this run has "
+                f"{world_size}: {HOW_TO_CHANGE}"
+            )
         for number, (name, info) in enumerate(sorted(manifest.files.items())):
             if number % world_size == rank:
                 verify_file(folder / name, info)
@@ -136,16 +162,43 @@ class CheckpointManager:
                 + "\nset the model and optimizer back to continue it, or choose another run_dir to start anew"
             )
 
+    def _steps_of_rank_0(self) -> list[int]:
+        """`steps` as rank 0 sees them, alike on all ranks. Collective."""
+        found: list[Any] = [self.steps()]
+        dist.broadcast_object_list(found, src=0)
+        steps: list[int] = found[0]
+        return steps
+
+    def _snapshot(self, stores: RunStores, step: int) -> tuple[StoreReference, ...]:
+        """Makes the snapshots of the row stores for the checkpoint of `step`. Collective."""
+        if step in self._steps_of_rank_0():
+            raise CheckpointError(f"{self._folder / _name(step)} exists already: a published checkpoint is never overwritten")
+        self._remove_unused_snapshots(stores)  # one of this very step may be left over
+        run_id = agree_on_run_id(self._folder / _RUN_ID_NAME, makes_one=True)
+        assert run_id is not None
+        return stores.snapshot(run_id, step, note=f"step {step} of {self._folder.absolute()}")
+
+    def _remove_unused_snapshots(self, stores: RunStores) -> None:
+        """Removes the snapshots of row stores that belong to no published checkpoint. Collective."""
+        if not stores.names:
+            return
+        run_id = agree_on_run_id(self._folder / _RUN_ID_NAME, makes_one=not self._copies_stores)
+        if run_id is not None:
+            stores.remove_unused(run_id, self._steps_of_rank_0())
+
     def _prune(self, state: TrainState) -> None:
         """Removes leftovers, and checkpoints that are neither among the newest nor the best. On rank 0, after a publish."""
-        for path in self._folder.iterdir():
-            if _LEFTOVER.fullmatch(path.name):
-                remove_folder(path)
+        self._remove_leftovers()
         for step in self.steps()[: -self._keep]:
             if step != state.best_step:
                 doomed = self._folder / f"{_name(step)}.deleted"
                 (self._folder / _name(step)).rename(doomed)  # half of a checkpoint must not look like one
                 remove_folder(doomed)
+
+    def _remove_leftovers(self) -> None:
+        for path in self._folder.iterdir():
+            if _LEFTOVER.fullmatch(path.name):
+                remove_folder(path)
 
 
 def _name(step: int) -> str:
@@ -164,31 +217,3 @@ def _shape(value: Any) -> str:
     if isinstance(value, torch.Tensor) or hasattr(value, "local_shards"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.size())}"
     return "a value"
-
-
-def _on_all_ranks(verb: str, collective: Callable[[], object]) -> None:
-    """Runs a `torch.distributed.checkpoint` call and says in one line what went wrong on which rank."""
-    try:
-        collective()
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        if not isinstance(cause, Exception):
-            raise cause from None  # a signal or an exit on its way out, not a fault of the checkpoint
-        text = str(cause) if isinstance(cause, KStepError) else f"{type(cause).__name__}: {cause}"
-        raise CheckpointError(f"{verb} failed on rank {rank}: {text}") from cause
-
-
-def _agree(work: Callable[[], T]) -> T:
-    """Runs `work` on every rank; if it fails on any, all raise the error of the lowest such rank. Collective."""
-    result: T | None = None
-    problem: str | None = None
-    try:
-        result = work()
-    except CheckpointError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if first := next((text for text in problems if text is not None), None):
-        raise CheckpointError(first)
-    assert result is not None
-    return result

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_kstep.checkpoint.files import DTYPES, FileInfo, check_file_name
+from torchrec_kstep.checkpoint.stores import SNAPSHOT_NAME, StoreReference
 from torchrec_kstep.errors import CheckpointError
 
 FORMAT = "torchrec_kstep.checkpoint"
@@ -48,6 +49,7 @@ class Manifest:
         tensors: by name.
         values: JSON values by name: the (file, key) of their text.
         files: by name.
+        stores: snapshots of row stores that hold what `tensors` does not: the rows of tables on SSD.
     """
 
     step: int
@@ -57,6 +59,7 @@ class Manifest:
     tensors: dict[str, TensorInfo]
     values: dict[str, tuple[str, str]]
     files: dict[str, FileInfo]
+    stores: tuple[StoreReference, ...] = ()
 
     def dumps(self) -> str:
         """The JSON text."""
@@ -96,6 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
         tensors={name: _tensor_info(info) for name, info in body["tensors"].items()},
         values={name: (file, key) for name, (file, key) in body["values"].items()},
         files={name: FileInfo(**info) for name, info in body["files"].items()},
+        stores=tuple(StoreReference.of(reference) for reference in body["stores"]),
     )
     _check_names(manifest, path)
     return manifest
@@ -124,6 +128,9 @@ def _check_names(manifest: Manifest, path: Path) -> None:
         check_file_name(name, path)
     if lost := sorted(used - manifest.files.keys()):
         raise CheckpointError(f"{path} reads from {lost[0]} but holds no checksum of it: the manifest is inconsistent")
+    for reference in manifest.stores:
+        if not SNAPSHOT_NAME.fullmatch(reference.snapshot):
+            raise CheckpointError(f"{path} refers to the snapshot {reference.snapshot!r}, which is none of ours: the manifest was changed")
     for name, info in manifest.tensors.items():
         if info.dtype not in DTYPES:
             raise CheckpointError(f"{path}: tensor {name} has the unknown dtype {info.dtype!r}")

@@ -47,12 +47,16 @@ class RowGroup:
         self.tables = tuple(tables)
         self.table_dims = tuple(table.dim for table in tables)
         self.optimizer = optimizer
-        kind = _WEIGHTS_ONLY if optimizer is None else optimizer.kind
-        options = {} if optimizer is None else optimizer.kernel_options()
+        self._take_source(source)
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    def _take_source(self, source: Any) -> None:
+        """Makes the compiled group over `source`."""
+        kind = _WEIGHTS_ONLY if self.optimizer is None else self.optimizer.kind
+        options = {} if self.optimizer is None else self.optimizer.kernel_options([table.name for table in self.tables])
         with kernel_errors():
             self._native = torch.classes.kstep.RowGroup(source, kind, options)
         self.handle: int = self._native.handle()
-        self._anchor = torch.empty(0, requires_grad=True)
 
     @classmethod
     def in_dram(cls, tables: Sequence[TableSpec], optimizer: OptimizerSpec | None = None, layout: DramLayout = "auto") -> "RowGroup":

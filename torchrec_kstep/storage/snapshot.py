@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from torchrec_kstep.errors import StorageError
+from torchrec_kstep.errors import StorageError, StorageIOError
 from torchrec_kstep.ops import _library
 from torchrec_kstep.ops.batch import InitKind, TableSpec
 from torchrec_kstep.ops.row_group import RowGroup
@@ -207,6 +207,22 @@ class Snapshot:
 
 
 _ROWS_PER_WINDOW = 1 << 22  # row ids looked through at a time
+
+
+def read_manifest(paths: Sequence[str | Path], name: str) -> bytes:
+    """Returns the manifest of a committed snapshot as it lies on the drive: one line of JSON and its checksum.
+
+    Raises:
+        StorageError: there is no such snapshot.
+        StorageIOError: the drive refused.
+    """
+    path = Path(paths[0]) / "snapshots" / name / "MANIFEST"
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise StorageError(f"the row store at {paths[0]} has no snapshot {name!r}") from None
+    except OSError as error:
+        raise StorageIOError(f"cannot read {path}: {error.strerror}") from error
 
 
 def check_store(paths: Sequence[str | Path]) -> list[str]:

@@ -46,13 +46,24 @@ class TieredTables(RowGroup):
     One store per rank; it is locked while it is open. Calls may come from several threads and then wait for one another.
     """
 
-    def __init__(self, tables: Sequence[TableSpec], optimizer: OptimizerSpec, store: Any, paths: tuple[str, ...], lookahead: int) -> None:
-        """Takes over an open native store; use `open`."""
-        super().__init__(tables, optimizer, store.source())
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        optimizer: OptimizerSpec,
+        open_store: Callable[[str], Any],
+        restore: str,
+        paths: tuple[str, ...],
+        lookahead: int,
+    ) -> None:
+        """Opens a native store by `open_store`, which takes the snapshot to continue from ("": none); use `open`."""
+        self._store = open_store(restore)
+        super().__init__(tables, optimizer, self._store.source())
         self.paths = paths
         self.announcement = ""
-        self._store = store
+        self._open_native = open_store
         self._num_lookahead_batches = lookahead
+        self._is_deferred = False
+        self._lr_and_step: tuple[float, int] | None = None
 
     @classmethod
     def open(
@@ -88,11 +99,14 @@ class TieredTables(RowGroup):
         layouts = [RecordLayout.of(payload_bytes(table, optimizer), config.num_segment_bytes) for table in tables]
         cache_bytes = divide_dram(tables, [layout.slot_bytes for layout in layouts], tiers.dram_bytes)
         options = native_options(config, tiers.ssd_bytes)
-        with store_errors(tiers.ssd_paths):
-            store = torch.classes.kstep.TieredStore.open(
-                *table_arguments(tables, optimizer), list(tiers.ssd_paths), cache_bytes, restore or "", config.io_backend, options
+
+        def open_store(snapshot: str) -> Any:
+            return torch.classes.kstep.TieredStore.open(
+                *table_arguments(tables, optimizer), list(tiers.ssd_paths), cache_bytes, snapshot, config.io_backend, options
             )
-            group = cls(tables, optimizer, store, tiers.ssd_paths, config.lookahead)
+
+        with store_errors(tiers.ssd_paths):
+            group = cls(tables, optimizer, open_store, restore or "", tiers.ssd_paths, config.lookahead)
         group.announcement = (
             f"row store at {', '.join(group.paths)} ({group.io_backend}): "
             f"{estimate(tables, optimizer, tiers.dram_bytes, config).describe_memory()}"
@@ -182,6 +196,37 @@ class TieredTables(RowGroup):
         envelope = {"note": note, "created_unix_s": time.time(), "counters": self.counters()}
         with store_errors(self.paths):
             self._open_store().snapshot(name, json.dumps(envelope))
+
+    def restore(self, name: str) -> None:
+        """Goes back to a snapshot in place: whoever holds this group finds the rows as they were then.
+
+        Rows changed since the last snapshot, pending gradients and batches told ahead are forgotten; counters start anew.
+        Lookups made before must not be sent backward afterwards.
+
+        Raises:
+            StorageError: there is no such snapshot, and nothing was changed; or the medium fails, and the store is closed.
+            CorruptionError: the snapshot is damaged; the store is closed.
+        """
+        if name not in self.snapshots():
+            raise StorageError(f"the row store at {self.paths[0]} has no snapshot {name!r}; it has {', '.join(self.snapshots()) or 'none'}")
+        self.close()
+        with store_errors(self.paths):
+            store = self._open_native(name)
+            self._take_source(store.source())
+        self._store = store
+        self.set_deferred(self._is_deferred)
+        if self._lr_and_step is not None:
+            self.set_step(*self._lr_and_step)
+
+    def set_step(self, lr: float, step: int) -> None:
+        """As in `RowGroup`."""
+        super().set_step(lr, step)
+        self._lr_and_step = (lr, step)
+
+    def set_deferred(self, is_deferred: bool) -> None:
+        """As in `RowGroup`."""
+        super().set_deferred(is_deferred)
+        self._is_deferred = is_deferred
 
     def remove_snapshot(self, name: str) -> None:
         """Deletes a snapshot; the space of what only it held is free afterwards."""
