@@ -34,7 +34,7 @@ from torchrec_kstep.planner.plan import find_tables
 from torchrec_kstep.report import REPORT_NAME, write_facts, write_report
 from torchrec_kstep.runtime import Job, bound_waits, open_run_dir, run
 from torchrec_kstep.sharding import build_sharders, shard_task
-from torchrec_kstep.sharding.tiered import tier_scalars
+from torchrec_kstep.sharding.tiered import clip_warnings, tier_scalars
 from torchrec_kstep.torchrec_seam.pipeline import make_pipeline
 from torchrec_kstep.types import SPLITS
 from torchrec_kstep.world import World
@@ -81,6 +81,8 @@ def _train(job: Job, config: RunConfig) -> int:
                 resumed_from_step=state.step,
             )
         loop.train(state)
+        for text in clip_warnings(loop.dmp):
+            loop.sinks.line(f"warning: {text}")
         report = loop.test(state)
         loop.sinks.scalars("end", state.step, {f"{phase}_s": spent for phase, spent in loop.timer.take().items()})
         loop.sinks.line(loop.timer.summary())

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.multiprocess.tiered_cases import MEAN, SUM, Case, check_cases
+from tests.multiprocess.tiered_cases import CLIPPED, MEAN, SUM, Case, check_cases
 from tests.spawn import SpawnRanks
 
 pytestmark = pytest.mark.multiprocess
@@ -20,10 +20,13 @@ FAST_CASES = [
     Case(("cw", "rw", "tw_last"), weighted=True),
     Case(("rw", "tw0", "cw"), deferred=True, micro_batches=3),
     Case(("rw", "tw0", "dp"), (MEAN, SUM, MEAN), stock={"c": "dense"}),
+    Case(("rw", "tw_last", "rw"), (MEAN, SUM, SUM), optimizer=CLIPPED, uneven=True),
+    Case(("tw0", "rw", "rw"), optimizer=CLIPPED, deferred=True, micro_batches=2),
 ]
 TWO_HOSTS = [
     Case(("twrw0", "twrw_last", "rw"), (MEAN, SUM, MEAN), uneven=True),
     Case(("grid", "grid", "tw0"), (SUM, MEAN, MEAN), dim=256, rows=(41, 2, 7)),
+    Case(("twrw0", "rw", "twrw_last"), (MEAN, SUM, SUM), optimizer=CLIPPED),
 ]
 
 

@@ -1,7 +1,7 @@
 """Tiered collections beside an unsharded one with a reference optimizer: cases, batches, and the comparison step by step."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_kstep.optim_spec import AdamSpec, OptimizerSpec
+from torchrec_kstep.optim_spec import AdamSpec, CowClip, OptimizerSpec
 from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
 from torchrec_kstep.torchrec_seam.sharding import EmbOptimType
@@ -23,6 +23,7 @@ from torchrec_kstep.world import World
 
 NUM_STEPS = 20
 ADAM = AdamSpec(lr=0.02, betas=(0.8, 0.95), eps=1e-3)
+CLIPPED = replace(ADAM, l2=0.01, clip=CowClip(ratio=0.05, zeta=1e-2, exempt=("c",)))  # scales down about half of the updates
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 
 # The generators of `torchrec.distributed.sharding_plan` by name: `tw0` is table-wise on rank 0, `cw01` a column shard on each.
@@ -157,30 +158,43 @@ class Reference:
         (torch.stack(losses).sum() / world_size).backward()
         touched = self._touched([part.features for of_rank in parts for part in of_rank])
         with torch.no_grad():
-            for table, rows in touched.items():
-                self._update(table, rows, step + 1, lr)
+            for table, (rows, counts) in touched.items():
+                self._update(table, rows, counts, step + 1, lr)
         return [[out.detach() for out in outs] for outs in pooled]
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: bag.weight.detach() for name, bag in self.model.ebc.embedding_bags.items()}
 
-    def _touched(self, features: list[KeyedJaggedTensor]) -> dict[str, torch.Tensor]:
-        return {
-            table.name: torch.unique(torch.cat([of_rank[name].values() for of_rank in features for name in table.feature_names]))
+    def _touched(self, features: list[KeyedJaggedTensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Rows of each table in these bags, and how often each occurs."""
+        ids = {
+            table.name: torch.cat([of_rank[name].values() for of_rank in features for name in table.feature_names])
             for table in self.model.ebc.embedding_bag_configs()
         }
+        return {table: torch.unique(values, return_counts=True) for table, values in ids.items()}
 
-    def _update(self, table: str, rows: torch.Tensor, step: int, lr: float) -> None:
+    def _update(self, table: str, rows: torch.Tensor, counts: torch.Tensor, step: int, lr: float) -> None:
         weight, state, spec = self.model.ebc.embedding_bags[table].weight, self.state[table], self.case.optimizer
         grad = weight.grad[rows]
         if table in self.case.stock:  # plain gradient descent
             weight[rows] -= lr * grad
             return
         assert isinstance(spec, AdamSpec)
+        grad = self._shaped(table, grad, weight[rows], counts)
         beta1, beta2 = spec.betas
         m, v = beta1 * state["m"][rows] + (1 - beta1) * grad, beta2 * state["v"][rows] + (1 - beta2) * grad * grad
         state["m"][rows], state["v"][rows] = m, v
         weight[rows] -= lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + spec.eps)
+
+    def _shaped(self, table: str, grad: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """L2, then CowClip as in the paper's algorithm 1, over the summed gradient of all ranks and micro-batches."""
+        spec = self.case.optimizer
+        grad = grad + spec.l2 * weight
+        if spec.clip is None or not spec.clip.covers(table):
+            return grad
+        floor = spec.clip.ratio * self.case.dim**0.5 * spec.clip.zeta
+        limit = spec.clip.ratio * counts * weight.norm(dim=1).clamp(min=floor)
+        return grad * (limit / torch.maximum(grad.norm(dim=1), limit))[:, None]
 
 
 def plan_of(case: Case, module: EmbeddingBagCollection, sharder: TieredEmbeddingBagCollectionSharder, world: World) -> ShardingPlan:

@@ -259,6 +259,23 @@ def test_cowclip_counts_over_micro_batches_when_deferred() -> None:
     assert whole.read(0, rows)[1].norm().item() == pytest.approx(3 * 0.02)
 
 
+def test_exempt_tables_are_not_clipped_and_clipped_rows_are_counted() -> None:
+    """First-order tables move by their whole gradient beside clipped ones in the same group (C56: a silent clip of everything)."""
+    tables = [TableSpec("wide_a", 3, 4, table_id=0), TableSpec("a", 3, 4, table_id=1), TableSpec("b", 3, 4, table_id=2)]
+    group = RowGroup.in_dram(tables, SgdSpec(lr=1.0, clip=CowClip(zeta=0.01, exempt=("wide_*", "b"))))
+    group.set_step(1.0, 1)
+    out = group.pooled(*bags([1], [1], [1], [2], [2], [2]), [0, 1, 2])
+    out.backward(torch.ones(2, 12))
+    moved = [-group.read(table, torch.tensor([1, 2])).norm(dim=1) for table in range(3)]
+    counters = group.counters()
+    assert torch.equal(moved[0], torch.tensor([-4.0, 0.0]))
+    assert moved[1].tolist() == pytest.approx([-0.02, -0.02])
+    assert torch.equal(moved[2], torch.tensor([0.0, -4.0]))
+    assert (counters["a"]["updated_rows"], counters["a"]["clipped_rows"]) == (2, 2)
+    assert "clipped_rows" not in counters["wide_a"]
+    assert "clipped_rows" not in counters["b"]
+
+
 def test_touched_rows_remember_their_base_until_cleared() -> None:
     group = RowGroup.in_dram([TableSpec("t", 9, 2), TableSpec("u", 9, 2, 1)], SgdSpec(lr=1.0, touches="base"))
     group.set_step(1.0, 1)

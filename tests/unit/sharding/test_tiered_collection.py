@@ -1,6 +1,7 @@
 """Goal: a tiered collection on one rank: refusals by name, ids, evaluation, weights' gradients, meta. Layer: unit, one-rank group."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.multiprocess.tiny import one_rank_group
 from torchrec_kstep.errors import CheckpointError, ConfigError, DataError
 from torchrec_kstep.ops import kernels
 from torchrec_kstep.optim_spec import AdamSpec, CowClip, RowwiseAdagradSpec
-from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder
+from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder, clip_warnings, tier_scalars
 from torchrec_kstep.sharding.tiered.collection import ShardedTieredEmbeddingBagCollection
 from torchrec_kstep.sharding.tiered.initial import table_seed
 from torchrec_kstep.sharding.tiered.state import kernels_of
@@ -86,6 +87,22 @@ def test_int32_ids_give_the_same_rows(world: World) -> None:
     features = share(CASE, 0, 0).features
     narrow = KeyedJaggedTensor(keys=features.keys(), values=features.values().int(), lengths=features.lengths().int())
     assert torch.equal(dmp(features), dmp(narrow))
+
+
+def test_the_share_of_clipped_rows_is_told_by_table_and_a_large_one_is_flagged(world: World) -> None:
+    """A loss that sums over rows, or is multiplied by the number of ranks, shows in nothing else (C56)."""
+    quiet = Case(CASE.places[:2] + ("tw0",), optimizer=AdamSpec(lr=0.01, clip=CowClip(ratio=1.0, zeta=1e6)))
+    loud = replace(quiet, optimizer=AdamSpec(lr=0.01, clip=CowClip(ratio=1e-9, exempt=("b",))))
+    for case, expected in ((quiet, {"a": 0.0, "b": 0.0, "c": 0.0}), (loud, {"a": 1.0, "c": 1.0})):
+        dmp = shard(case, world)
+        part = share(case, 0, 0)
+        part.loss(dmp(part.features), 1).backward()
+        scalars = tier_scalars(dmp)
+        assert {name: value for name, value in scalars.items() if "clipped_share" in name} == {
+            f"clipped_share.{table}": value for table, value in expected.items()
+        }
+        assert len(clip_warnings(dmp)) == (len(expected) if case is loud else 0)
+    assert "100.0% of the updates of table 'a'" in clip_warnings(dmp)[0]
 
 
 def test_evaluation_leaves_no_trace(world: World) -> None:

@@ -6,12 +6,13 @@ from torchrec_kstep.sharding.tiered.state import PrefetchesRows, kernels_of
 from torchrec_kstep.storage.stats import StoreStats
 
 _NOT_SUMMABLE = ("_ratio", "_mean")  # of one store each
+MAX_CLIPPED_SHARE = 0.01  # CowClip fires on far fewer rows than this, unless gradients are sums where means were meant, or r < 1
 
 
 def tier_scalars(model: nn.Module) -> dict[str, float]:
     """Returns counters by name since the tables were opened; empty for a model without tiered tables. Not collective.
 
-    Rows on SSD add `hit_ratio`, rows found in the cache over rows asked for.
+    Rows on SSD add `hit_ratio`, rows found in the cache over rows asked for. Clipped tables add `clipped_share.<table>`.
     """
     sums: dict[str, float] = {}
     for module in model.modules():
@@ -24,4 +25,30 @@ def tier_scalars(model: nn.Module) -> dict[str, float]:
                     if not name.endswith(_NOT_SUMMABLE):
                         sums[name] = sums.get(name, 0.0) + value
     asked = sum(sums.get(name, 0.0) for name in ("hits_rows", "misses_rows", "first_touches_rows"))
-    return sums | {"hit_ratio": sums["hits_rows"] / asked} if asked else sums
+    sums |= {"hit_ratio": sums["hits_rows"] / asked} if asked else {}
+    return sums | {f"clipped_share.{table}": share for table, share in clipped_shares(model).items()}
+
+
+def clipped_shares(model: nn.Module) -> dict[str, float]:
+    """Returns, by table, the share of row updates on this rank that CowClip scaled down since the tables were opened. Not collective."""
+    updated: dict[str, float] = {}
+    clipped: dict[str, float] = {}
+    for module in model.modules():
+        if not isinstance(module, PrefetchesRows):
+            continue
+        for kernel in kernels_of(module._lookups):
+            for table, counters in kernel.group.counters().items():
+                if "clipped_rows" in counters:
+                    updated[table] = updated.get(table, 0.0) + counters["updated_rows"]
+                    clipped[table] = clipped.get(table, 0.0) + counters["clipped_rows"]
+    return {table: clipped[table] / count for table, count in updated.items() if count}
+
+
+def clip_warnings(model: nn.Module) -> list[str]:
+    """Says which tables are clipped more than CowClip's own runs ever are. Not collective."""
+    return [
+        f"CowClip scaled down {share:.1%} of the updates of table {table!r}, expected at most {MAX_CLIPPED_SHARE:.0%}: is the loss a sum "
+        "over rows instead of their mean, or optim.clip_ratio below 1?"
+        for table, share in clipped_shares(model).items()
+        if share > MAX_CLIPPED_SHARE
+    ]
