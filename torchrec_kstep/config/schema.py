@@ -176,6 +176,7 @@ class StudyConfig:
     name: str = "study"  # what the study is called
     work: str = ""  # folder of its runs, table and page; "" = runs/study_<name>
     train: list[str] = field(default_factory=list)  # overrides of `train` in every run, e.g. experiment=ml1m_deepfm
+    extra: list[str] = field(default_factory=list)  # more of them, of this machine, e.g. [data.source=raw/ml-1m,train.num_threads=2]
     models: list[str] = field(default_factory=lambda: ["deepfm"])  # models, one curve each
     variants: dict[str, str] = field(default_factory=dict)  # name -> overrides with blanks between them; one curve each
     points_of: dict[str, str] = field(default_factory=dict)  # variant -> the points it is run at, with blanks between; default all

@@ -48,7 +48,7 @@ def cells_of(config: StudyConfig) -> list[Cell]:
     """
     findings = [f"{name} is empty" for name in ("models", "points", "seeds", "variants") if not getattr(config, name)]
     fixed = {"model", "train.seed", "run_dir", config.axis}
-    given = {text.split("=", 1)[0].lstrip("+") for text in (*config.train, *" ".join(config.variants.values()).split())}
+    given = {text.split("=", 1)[0].lstrip("+") for text in (*config.train, *config.extra, *" ".join(config.variants.values()).split())}
     findings += [f"{key} is set by the study itself: take it out of the overrides" for key in sorted(given & fixed)]
     findings += [f"variant {name!r} is named in points_of, but not in variants" for name in config.points_of if name not in config.variants]
     if findings:
@@ -59,6 +59,6 @@ def cells_of(config: StudyConfig) -> list[Cell]:
             for model in config.models:
                 for variant, overrides in config.variants.items():
                     if point in config.points_of.get(variant, " ".join(config.points)).split():
-                        own = (f"model={model}", *config.train, *overrides.split(), f"{config.axis}={point}", f"train.seed={seed}")
+                        own = (f"model={model}", *config.train, *config.extra, *overrides.split(), f"{config.axis}={point}", f"train.seed={seed}")
                         cells.append(Cell(model, variant, point, seed, own))
     return cells

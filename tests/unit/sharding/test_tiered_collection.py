@@ -91,7 +91,7 @@ def test_int32_ids_give_the_same_rows(world: World) -> None:
 
 def test_the_share_of_clipped_rows_is_told_by_table_and_a_large_one_is_flagged(world: World) -> None:
     """A loss that sums over rows, or is multiplied by the number of ranks, shows in nothing else (C56)."""
-    quiet = Case(CASE.places[:2] + ("tw0",), optimizer=AdamSpec(lr=0.01, clip=CowClip(ratio=1.0, zeta=1e6)))
+    quiet = Case((*CASE.places[:2], "tw0"), optimizer=AdamSpec(lr=0.01, clip=CowClip(ratio=1.0, zeta=1e6)))
     loud = replace(quiet, optimizer=AdamSpec(lr=0.01, clip=CowClip(ratio=1e-9, exempt=("b",))))
     for case, expected in ((quiet, {"a": 0.0, "b": 0.0, "c": 0.0}), (loud, {"a": 1.0, "c": 1.0})):
         dmp = shard(case, world)
