@@ -21,12 +21,20 @@ class PlanError(KStepError):
     """No valid sharding plan exists for the given tables, ranks and constraints."""
 
 
+class TopologyError(KStepError, ValueError):
+    """A description of machines is wrong, incomplete, or of other machines than those at hand; carries every finding."""
+
+
 class CheckpointError(KStepError):
     """A checkpoint is missing, incomplete, corrupt, or of another run's shape."""
 
 
 class DivergenceError(KStepError):
     """The loss or a prediction became NaN or infinite."""
+
+
+class MergeError(KStepError):
+    """A merge round could not be done: a replica is late, gone, or not what the others are."""
 
 
 class LaunchError(KStepError):
