@@ -12,7 +12,10 @@ from torchrec_kstep.config.load import load
 CONF = Path(__file__).resolve().parents[2] / "conf"
 ENTRIES = {"train": schema.RunConfig, "prepare": schema.PrepareConfig, "study": schema.StudyConfig}
 THIN = {("experiment", "train"), ("study", "study")}  # groups of files that change keys of any group of their entry
-GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and not folder.name.startswith("_"))
+NO_GROUPS = {"topology"}  # descriptions of machines, read by the planner and not by Hydra
+GROUPS = sorted(
+    folder.name for folder in CONF.iterdir() if folder.is_dir() and not folder.name.startswith("_") and folder.name not in NO_GROUPS
+)
 CHOICES = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
 # Choices that make sense only together with another one; alone they are refused, by name.
 COMPANIONS = {
