@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torchrec.modules.embedding_configs import PoolingType
@@ -48,8 +50,10 @@ class TieredKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]  
         self._stand_ins = {shard.table: stand_in(update) for shard in shards}
         self._table_of_feature = [index for index, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
         self._ahead: deque[_Known] = deque(maxlen=MAX_BATCHES_AHEAD)
-        first_rows = [shards[index].first_row for index in self._table_of_feature]
-        self._first_row_of_feature = torch.tensor(first_rows) if any(first_rows) else None
+        own = [shards[index] for index in self._table_of_feature]
+        is_narrow = all(shard.first_row + shard.num_rows <= 1 << 31 for shard in own)
+        first_rows: npt.NDArray[Any] = np.array([shard.first_row for shard in own], np.int32 if is_narrow else np.int64)
+        self._first_row_of_feature = first_rows if first_rows.any() else None
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
@@ -67,12 +71,11 @@ class TieredKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]  
         Returns:
             The rows, and the bags' offsets `[F * B + 1]` int64.
         """
-        offsets = features.offsets().to(torch.int64)
-        ids = features.values()
+        offsets = int64_here(features.offsets())
+        ids = features.values().contiguous()
         if self._first_row_of_feature is not None and ids.numel():
-            bounds = offsets[:: (offsets.numel() - 1) // len(self._table_of_feature)]
-            ids = ids + torch.repeat_interleave(self._first_row_of_feature, bounds.diff()).to(ids.dtype)
-        return self.group.dedup(ids.contiguous(), offsets.contiguous(), self._table_of_feature), offsets
+            ids = shifted_here(ids, offsets, self._first_row_of_feature)
+        return self.group.dedup(ids, offsets, self._table_of_feature), offsets
 
     def prefetch(self, features: KeyedJaggedTensor, is_same_later: bool) -> None:
         """Says that these features will be looked up soon, batch after batch in this order; never changes a result.
@@ -151,6 +154,32 @@ class TieredSequenceKernel(TieredKernel):
         """Returns the rows of all ids, flat float32, feature after feature."""
         batch, offsets = self._rows_of(features)
         return self.group.sequence_of(batch, offsets, self._table_of_feature)
+
+
+# The two below compute with numpy, in this thread alone. Torch would share the work with its own threads, which go on
+# spinning for a while on the cores that the row group's threads need next: that costs more than the work itself.
+
+
+def int64_here(offsets: torch.Tensor) -> torch.Tensor:
+    """Returns int64 offsets as they are, and others converted; contiguous."""
+    if offsets.dtype == torch.int64:
+        return offsets.contiguous()
+    return torch.from_numpy(offsets.numpy().astype(np.int64))
+
+
+def shifted_here(ids: torch.Tensor, offsets: torch.Tensor, first_row_of_feature: npt.NDArray[Any]) -> torch.Tensor:
+    """Adds to the ids of each feature the first row that this rank has of its table.
+
+    Args:
+        ids: `[N]`, counted from that row.
+        offsets: `[F * B + 1]` int64.
+        first_row_of_feature: `[F]`, int64 where a row of the table may be beyond int32.
+
+    Returns:
+        `[N]`, of the wider of both types.
+    """
+    bounds = offsets.numpy()[:: (offsets.numel() - 1) // len(first_row_of_feature)]
+    return torch.from_numpy(ids.numpy() + np.repeat(first_row_of_feature, np.diff(bounds)))
 
 
 def stand_in(update: EmptyFusedOptimizer) -> nn.Parameter:
