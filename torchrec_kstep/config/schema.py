@@ -93,7 +93,8 @@ class OptimConfig:
     eps: float = 1e-8  # added to Adam's and Adagrad's root
     weight_decay: float = 0.0  # L2 added to the gradient of dense parameters
     embedding_l2: float = 0.0  # L2 added to the gradient of table rows (dense: all rows; tiered: those of the batch; not fused)
-    clip_norm: float = 0.0  # bound on the norm of the dense parameters' gradient, tables not counted; 0 = none
+    clip_norm: float = 0.0  # bound on the norm of the gradient, scaled down where it is larger; 0 = none
+    clip_covers: str = "dense"  # dense | all: what clip_norm counts and scales: dense parameters, or tables too (not kernel=fused)
     schedule: str = "constant"  # constant | linear | cosine: decay after the warm-up, to zero when the last step is done
     warmup_steps: int = 0  # steps of linear warm-up; step i of n takes i/n of the rate
     warmup_covers: str = "all"  # all | dense: whether the tables' rate is warmed up too

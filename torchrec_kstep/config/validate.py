@@ -26,6 +26,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "tiers.name": ("dram", "dram_ssd"),
     "optim.dense": ("adam", "sgd", "adagrad"),
     "optim.embedding": ("adam", "sgd", "adagrad", "rowwise_adagrad"),
+    "optim.clip_covers": ("dense", "all"),
     "optim.schedule": ("constant", "linear", "cosine"),
     "optim.warmup_covers": ("all", "dense"),
     "optim.clip": ("none", "cowclip"),
@@ -278,6 +279,12 @@ def _fused_rules(config: RunConfig) -> Iterator[Finding]:
             f"planner.kernel=fused with optim.embedding_l2={optim.embedding_l2}: the fused update sees touched rows only and would not "
             "reach the others; choose planner.kernel=dense or optim.embedding_l2=0",
             ("planner.kernel", "optim.embedding_l2"),
+        )
+    if optim.clip_norm > 0 and optim.clip_covers == "all":
+        yield Finding(
+            f"planner.kernel=fused with optim.clip_norm={optim.clip_norm} and optim.clip_covers=all: fused tables step inside backward, "
+            "before the norm of the gradient is known; choose planner.kernel=dense or tiered, or optim.clip_covers=dense",
+            ("planner.kernel", "optim.clip_norm", "optim.clip_covers"),
         )
     replicated = [name for name, sharding in planner.tables.items() if sharding == "data_parallel"]
     if planner.sharding == "data_parallel" or replicated:

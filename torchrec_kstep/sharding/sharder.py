@@ -67,7 +67,8 @@ def build_sharders(
         planner: the kernel.
         optim: the optimizer of the tables.
         tiers: where the rows of tiered tables live; by default in DRAM.
-        accumulation: micro-batches per step; above 1 tiered tables are updated in `step` instead of inside backward.
+        accumulation: micro-batches per step; above 1, or where the norm of their gradients is to be bounded, tiered tables are
+            updated in `step` instead of inside backward.
         world: this rank's position, which tells its part of the tiers; by default torchrun's.
 
     Raises:
@@ -75,9 +76,10 @@ def build_sharders(
     """
     check_kernel(planner, optim)
     if planner.kernel == "tiered":
+        is_deferred = accumulation > 1 or clips_tables(optim)
         return [
             TieredEmbeddingBagCollectionSharder(
-                row_optimizer(optim), tier_config(tiers or TiersConfig()), world=world, deferred=accumulation > 1
+                row_optimizer(optim), tier_config(tiers or TiersConfig()), world=world, deferred=is_deferred
             )
         ]
     if planner.kernel == "dense":
@@ -88,6 +90,11 @@ def build_sharders(
         "eps": optim.eps,
     }
     return [BagSharder(fused_params, copies_per_weight=2 if optim.embedding == "adagrad" else 1)]
+
+
+def clips_tables(optim: OptimConfig) -> bool:
+    """Whether the bound on the norm of the gradient counts and scales that of tables."""
+    return optim.clip_norm > 0 and optim.clip_covers == "all"
 
 
 def row_optimizer(optim: OptimConfig) -> OptimizerSpec:

@@ -113,6 +113,7 @@ RULES: list[tuple[dict[str, object], str]] = [
     ({"planner.kernel": "fused"}, "FBGEMM has no Adam on CPU"),
     ({**FUSED, "train.accumulation": 2}, "each micro-batch would be a step of its own"),
     ({**FUSED, "optim.embedding_l2": 0.1}, "sees touched rows only"),
+    ({**FUSED, "optim.clip_norm": 1.0, "optim.clip_covers": "all"}, "before the norm of the gradient is known"),
     ({**FUSED, "planner.sharding": "data_parallel"}, "planner.sharding=data_parallel"),
     ({**FUSED, "planner.tables": {"user": "data_parallel"}}, "planner.tables.user=data_parallel"),
     ({"optim.embedding": "rowwise_adagrad"}, "torch.optim has no row-wise Adagrad"),
@@ -149,6 +150,8 @@ def test_values_that_do_not_go_together_are_refused_with_the_reason(values: dict
     [
         FUSED,
         {**FUSED, "optim.embedding": "rowwise_adagrad"},
+        {**FUSED, "optim.clip_norm": 1.0},
+        {**TIERED, "optim.clip_norm": 1.0, "optim.clip_covers": "all"},
         {"train.accumulation": 4, "optim.embedding_l2": 0.1, "planner.sharding": "data_parallel"},
         {"train.max_steps": 6, "optim.warmup_steps": 6},
         {"distributed.backend": "nccl", "train.device": "cuda"},

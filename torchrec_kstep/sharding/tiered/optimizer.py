@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchrec_kstep.ops.batch import RowGradients
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim_spec import OptimizerSpec
 from torchrec_kstep.sharding.tiered.shards import TableShard, sharded_field
@@ -21,7 +22,7 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
     a group's `lr` before `zero_grad`. Deferred: backward only adds up gradients, over any number of backwards, and `step`
     updates each row once; `zero_grad` forgets what has been added up. Either way the step counts calls of `step`, from 1.
 
-    State, by table: every record field but the weights as a sharded tensor, and the number of steps done (`num_steps`,
+    State, by table: every record field of the update rule as a sharded tensor, and the number of steps done (`num_steps`,
     scalar int64, the same on all ranks).
     """
 
@@ -45,6 +46,7 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._group = group
         self._is_deferred = is_deferred
         self._num_steps = torch.zeros((), dtype=torch.int64)
+        self._summed: RowGradients | None = None
         by_table: dict[str, list[TableShard]] = {}
         for shard in shards:
             by_table.setdefault(shard.table, []).append(shard)
@@ -52,29 +54,51 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
         state: dict[Any, dict[str, Any]] = {}
         for table, own in by_table.items():
             weight = sharded_field(own, "weight", process_group)
-            fields = [field.name for field in optimizer.record_fields(dim=1) if field.name != "weight"]
+            fields = [field.name for field in optimizer.state_fields(dim=1)]  # touches are of the running interval: never saved
             params[f"{table}.weight"] = weight
             state[weight] = {f"{table}.{field}": sharded_field(own, field, process_group) for field in fields}
             state[weight][f"{table}.{STEP_COUNT}"] = self._num_steps
         super().__init__(params, state, [{"params": list(params.values()), "lr": optimizer.lr}])
         group.set_deferred(is_deferred)
-        self._hand_over()
+        self.hand_over()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets pending gradients and hands the learning rate over."""
         del set_to_none
+        self._summed = None
         if self._group.num_pending:
             self._group.take_pending()
-        self._hand_over()
+        self.hand_over()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Ends a step: applies pending gradients (deferred), counts, and hands the rate over."""
         assert closure is None, "rows have no closure to evaluate"
-        self._hand_over()
-        if self._group.num_pending:
-            self._group.apply(self._group.take_pending())
+        self.hand_over()
+        if (summed := self._take_summed()) is not None:
+            self._group.apply(summed)
+        self._summed = None
         self._num_steps += 1
-        self._hand_over()
+        self.hand_over()
+
+    def squared_gradient_norm(self) -> torch.Tensor:
+        """Returns the sum of the squares of the gradients that wait for `step`: scalar float64. Not collective."""
+        summed = self._take_summed()
+        if summed is None:
+            return torch.zeros((), dtype=torch.float64)
+        norm: torch.Tensor = torch.linalg.vector_norm(summed.grads, dtype=torch.float64)
+        return norm.square()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies the gradients that wait for `step`."""
+        if (summed := self._take_summed()) is not None:
+            summed.grads.mul_(factor)
+
+    def _take_summed(self) -> RowGradients | None:
+        """Takes the gradients of this step over from the rows, where the next backward would add to them."""
+        if self._group.num_pending:
+            assert self._summed is None, "a backward between looking at the gradients of a step and taking it"
+            self._summed = self._group.take_pending()
+        return self._summed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads record fields and the number of steps."""
@@ -83,8 +107,13 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
 
     def post_load_state_dict(self) -> None:
         """Hands the loaded number of steps to the rows; TorchRec calls it after loading several optimizers as one."""
-        self._hand_over()
+        self.hand_over()
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
         """Sets rate and step of the updates that follow."""
         self._group.set_step(float(self.param_groups[0]["lr"]), int(self._num_steps) + 1)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether rows are updated in `step` by choice of the sharder."""
+        return self._is_deferred
