@@ -11,12 +11,14 @@ from torchrec_kstep._version import __version__
 if TYPE_CHECKING:
     from torchrec_kstep.optim.cowclip import cow_clip
     from torchrec_kstep.optim_spec import AdamSpec, CowClip, RowwiseAdagradSpec, SgdSpec
+    from torchrec_kstep.replicas import KStepEnv
     from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder, TieredEmbeddingCollectionSharder
     from torchrec_kstep.tier_config import TierConfig
 
 _HOMES = {
     "AdamSpec": "torchrec_kstep.optim_spec",
     "CowClip": "torchrec_kstep.optim_spec",
+    "KStepEnv": "torchrec_kstep.replicas",
     "RowwiseAdagradSpec": "torchrec_kstep.optim_spec",
     "SgdSpec": "torchrec_kstep.optim_spec",
     "TierConfig": "torchrec_kstep.tier_config",
@@ -28,6 +30,7 @@ _HOMES = {
 __all__ = [
     "AdamSpec",
     "CowClip",
+    "KStepEnv",
     "RowwiseAdagradSpec",
     "SgdSpec",
     "TierConfig",

@@ -13,6 +13,7 @@ from torchrec_kstep.sharding.tiered.collection import ShardedTieredEmbeddingBagC
 from torchrec_kstep.sharding.tiered.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 from torchrec_kstep.sharding.tiered.opening import OpenOnSsd, RowsOpener, module_record_bytes, open_in_dram, plan_record_bytes
 from torchrec_kstep.sharding.tiered.sequence_collection import ShardedTieredEmbeddingCollection
+from torchrec_kstep.sharding.tiered.state import planned_rank
 from torchrec_kstep.sharding.tiered.tables import TableMaker
 from torchrec_kstep.tier_config import TierConfig
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
@@ -84,9 +85,9 @@ class _TieredSharder:
     ) -> TableMaker:
         """Joins all that a collection's kernels are made of."""
         if self._plan is None:
-            rank_bytes = module_record_bytes(params, env.rank, self.optimizer)
+            rank_bytes = module_record_bytes(params, planned_rank(env), self.optimizer)
         else:
-            rank_bytes = plan_record_bytes(self._plan, env.rank, self.optimizer)
+            rank_bytes = plan_record_bytes(self._plan, planned_rank(env), self.optimizer)
         return TableMaker(
             open_rows=self._open_rows,
             optimizer=self.optimizer,

@@ -89,6 +89,11 @@ def kernels_of(lookups: Iterable[nn.Module]) -> list[TieredKernel]:
     return [kernel for lookup in lookups for kernel in tiered_kernels(lookup)]
 
 
+def kernels_of_model(model: nn.Module) -> list[TieredKernel]:
+    """Returns the tiered kernels of all collections inside `model` on this rank, in an order that depends on the plan alone."""
+    return [kernel for module in model.modules() if isinstance(module, PrefetchesRows) for kernel in kernels_of(module._lookups)]
+
+
 class PrefetchesRows:
     """What sharded collections with tiered tables offer to pipelines that look ahead."""
 
@@ -128,6 +133,12 @@ def sharding_group(env: ShardingEnv) -> dist.ProcessGroup | None:
     """Returns the ranks that share one copy of the tables: with several replicas not all of `env`."""
     group: dist.ProcessGroup | None = getattr(env, "sharding_pg", env.process_group)
     return group
+
+
+def planned_rank(env: ShardingEnv) -> int:
+    """Returns this rank as plans count it: among all ranks, where `env` counts within one of several replicas."""
+    rank: int = getattr(env, "global_rank", env.rank)
+    return rank
 
 
 def _part(whole: torch.Tensor, place: Any) -> torch.Tensor:
