@@ -1,7 +1,7 @@
 """Row groups decoded into numpy columns, each row group in an order of its own. Which order that is, is `order`'s business."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_kstep.data.collate import Bags
-from torchrec_kstep.data.manifest import Manifest, SparseColumn, refuse_ids_outside
+from torchrec_kstep.data.manifest import Manifest, SparseColumn, has_checksums, refuse_ids_outside
+from torchrec_kstep.data.open_files import OpenFiles
 from torchrec_kstep.data.window_memory import WindowMemory
 from torchrec_kstep.errors import DataError
+
+# So few that they are still in the processor's cache when they are permuted.
+_COLUMNS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,16 @@ class ColumnsDecoder:
         row_groups: what to read, laid end to end.
         manifest: names and limits of the columns.
         memory: is where the columns lie, and is theirs until the caller passes it on.
+        files: lends the files.
+        verified: row groups whose checksums were verified before: they are not verified again. Those read now are added.
     """
 
-    def __init__(self, row_groups: Sequence[RowGroup], manifest: Manifest, memory: WindowMemory) -> None:
+    def __init__(
+        self, row_groups: Sequence[RowGroup], manifest: Manifest, memory: WindowMemory, files: OpenFiles, verified: set[RowGroup]
+    ) -> None:
         """Decodes nothing yet, see the class."""
+        self._files = files
+        self._verified = verified
         self._row_groups = row_groups
         self._manifest = manifest
         self._begins = [0, *itertools.accumulate(group.num_rows for group in row_groups)]
@@ -90,33 +100,59 @@ class ColumnsDecoder:
             permutation: indices into the row group; None = it keeps its order.
 
         Raises:
-            DataError: the file cannot be read, a value is missing or not finite, an id is outside its table; names the place.
+            DataError: the file cannot be read, bytes differ from their checksum, a value is missing or not finite, an id is outside
+                its table; names the place.
         """
         group = self._row_groups[place]
         where = f"{group.path}, row group {group.index}"
-        table = _read(group, self._manifest, where)
         stretch = slice(self._begins[place], self._begins[place + 1])
-        _permute(_numbers(table, "label", where), permutation, self._label[stretch])
-        for dense_column, out in zip(self._manifest.dense, self._dense, strict=True):
-            values = _numbers(table, dense_column.name, where)
-            _refuse_bad_numbers(dense_column.name, values, where)
-            _permute(values, permutation, out[stretch])
-        singles = iter(self._single)
-        for column in self._manifest.sparse:
-            if column.is_bag:
-                bags = _lists(table, column.name, where)
-                _refuse_bad_ids(column, bags.ids, where)
+        names = ["label", *(column.name for column in self._manifest.dense), *(column.name for column in self._manifest.sparse)]
+        dense, single = iter(self._dense), iter(self._single)
+        sparse = {column.name: column for column in self._manifest.sparse}
+        for name, values, is_known in self._read(group, names, where):
+            column = sparse.get(name)
+            if column is None:
+                numbers = _numbers(values, name, where)
+                if name != "label" and not is_known:
+                    _refuse_bad_numbers(name, numbers, where)
+                _permute(numbers, permutation, (self._label if name == "label" else next(dense))[stretch])
+            elif column.is_bag:
+                bags = _lists(values, name, where)
+                if not is_known:
+                    _refuse_bad_ids(column, bags.ids, where)
                 self._bags[place].append(bags.take(np.arange(group.num_rows) if permutation is None else permutation))
             else:
-                values = _numbers(table, column.name, where)
-                _refuse_bad_ids(column, values, where)
-                _permute(values, permutation, next(singles)[stretch])
+                ids = _numbers(values, name, where)
+                if not is_known:
+                    _refuse_bad_ids(column, ids, where)
+                _permute(ids, permutation, next(single)[stretch])
 
     def finish(self) -> Columns:
         """Returns the columns, once all row groups are decoded."""
         names = [column.name for column in self._manifest.sparse if column.is_bag]
         bags = {name: BagColumn.join([group[index] for group in self._bags]) for index, name in enumerate(names)}
         return Columns(self._dense, self._label, self._single, bags)
+
+    def _read(self, group: RowGroup, names: Sequence[str], where: str) -> Iterator[tuple[str, Any, bool]]:
+        """Yields name and values of every column, and whether they are known to be right: checked when written, unchanged since."""
+        try:
+            with self._files.lend(group.path, with_checksums=group not in self._verified) as file:
+                is_known = has_checksums(file.metadata)
+                for begin in range(0, len(names), _COLUMNS_AT_ONCE):
+                    # Arrow's own threads would take more time to pass the columns around than they save.
+                    few = names[begin : begin + _COLUMNS_AT_ONCE]
+                    table = file.read_row_group(group.index, columns=few, use_threads=False)
+                    if table.num_rows < group.num_rows:
+                        raise DataError(
+                            f"{where} has {table.num_rows} rows, the manifest says at least {group.num_rows}: prepare the set again"
+                        )
+                    table = table.slice(0, group.num_rows).combine_chunks()
+                    for name in few:
+                        yield name, table.column(name), is_known
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"cannot read {where}{_damaged_columns(group, names)}: {error}; prepare the set again") from error
+        if is_known:
+            self._verified.add(group)
 
 
 def _permute(values: npt.NDArray[Any], permutation: npt.NDArray[np.int64] | None, out: npt.NDArray[Any]) -> None:
@@ -139,29 +175,30 @@ def _refuse_bad_ids(column: SparseColumn, ids: npt.NDArray[np.integer], where: s
         refuse_ids_outside(column.name, int(ids.min()), int(ids.max()), column.num_rows, where)
 
 
-def _read(group: RowGroup, manifest: Manifest, where: str) -> Any:
-    names = ["label", *(column.name for column in manifest.dense), *(column.name for column in manifest.sparse)]
+def _damaged_columns(group: RowGroup, names: Sequence[str]) -> str:
+    """Says which columns of a row group cannot be read, where it is not the file as a whole."""
+    damaged = []
     try:
-        with pq.ParquetFile(group.path, memory_map=True) as file:
-            # Arrow's own threads would take more time to pass the columns around than they save.
-            table = file.read_row_group(group.index, columns=names, use_threads=False)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"cannot read {where}: {error}; prepare the set again") from error
-    if table.num_rows < group.num_rows:
-        raise DataError(f"{where} has {table.num_rows} rows, the manifest says at least {group.num_rows}: prepare the set again")
-    return table.slice(0, group.num_rows).combine_chunks()
+        with pq.ParquetFile(group.path, page_checksum_verification=True) as file:
+            for name in names:
+                try:
+                    file.read_row_group(group.index, columns=[name], use_threads=False)
+                except (OSError, pa.ArrowException):
+                    damaged.append(name)
+    except (OSError, pa.ArrowException):
+        return ""
+    return f", column {', '.join(damaged)}" if damaged else ""
 
 
-def _numbers(table: Any, name: str, where: str) -> npt.NDArray[Any]:
-    column = table.column(name)
+def _numbers(column: Any, name: str, where: str) -> npt.NDArray[Any]:
     if column.null_count:
         raise DataError(f"column {name} has {column.null_count} empty values ({where}): prepared columns have none; prepare the set again")
     values: npt.NDArray[Any] = column.to_numpy()
     return values
 
 
-def _lists(table: Any, name: str, where: str) -> BagColumn:
-    column = table.column(name).chunk(0) if table.num_rows else pa.array([], type=table.schema.field(name).type)
+def _lists(chunked: Any, name: str, where: str) -> BagColumn:
+    column = chunked.chunk(0) if len(chunked) else pa.array([], type=chunked.type)
     if column.null_count or column.flatten().null_count:
         raise DataError(f"column {name} has empty values ({where}): prepared columns have none; prepare the set again")
     offsets = column.offsets.to_numpy().astype(np.int64)

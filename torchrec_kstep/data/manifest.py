@@ -30,6 +30,9 @@ MISSING_ID = 1  # the raw value was empty
 UNSEEN_ID = 2  # the value was not in the training split, or seen there fewer times than min_count
 NUM_RESERVED_IDS = 3
 
+# An entry of a part's footer: all pages have checksums, all numbers are finite, and the statistics tell the range of all ids.
+CHECKED_WHEN_WRITTEN = {"torchrec_kstep.checked": "crc32 finite range"}
+
 Entry = TypeVar("Entry", "DenseColumn", "SparseColumn", "PartFile", "SplitFiles", "Manifest")
 
 
@@ -202,6 +205,12 @@ def _check_footer(path: Path, manifest: Manifest) -> None:
             statistics = metadata.row_group(group).column(names.index(column.name)).statistics
             if statistics is not None and statistics.has_min_max:
                 refuse_ids_outside(column.name, statistics.min, statistics.max, column.num_rows, f"{path}, row group {group}")
+
+
+def has_checksums(metadata: pq.FileMetaData) -> bool:
+    """Says whether a part is `CHECKED_WHEN_WRITTEN`; those of older releases are not."""
+    found = metadata.metadata or {}
+    return all(found.get(key.encode()) == value.encode() for key, value in CHECKED_WHEN_WRITTEN.items())
 
 
 def refuse_ids_outside(feature: str, smallest: int, largest: int, num_rows: int, where: str) -> None:

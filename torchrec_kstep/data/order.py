@@ -9,11 +9,16 @@ size, one a *lane*: its positions go round the lanes, p lies in lane `p % num_la
 the number of ranks divides the number of lanes, rank r therefore needs only the lanes congruent to r, and no row group is
 decoded twice. Row groups left over, and those of another size, come last in *ragged windows*: permuted as a whole, decoded
 by every rank. A small set is one ragged window, fully shuffled.
+
+Positions say which rows a batch holds. Inside a batch they need not come in turn: a rank takes its rows lane after lane, so
+that each lane gives one run of neighbouring rows.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -158,6 +163,20 @@ def plan_windows(row_group_rows: Sequence[int], shuffle_row_groups: int, order: 
     return windows
 
 
+class Block(NamedTuple):
+    """A rectangle of rows: `num_rows` neighbours in each of `num_lanes` neighbouring lanes of `rows_per_lane` rows laid end to end."""
+
+    first_row: int
+    num_lanes: int
+    rows_per_lane: int
+    num_rows: int
+
+    def indices(self) -> npt.NDArray[np.int64]:
+        """Returns where the rows lie, lane after lane."""
+        lanes = self.first_row + self.rows_per_lane * np.arange(self.num_lanes, dtype=np.int64)
+        return (lanes[:, None] + np.arange(self.num_rows, dtype=np.int64)).reshape(-1)
+
+
 @dataclass(frozen=True)
 class InTurn:
     """Rows that come in turn from lanes of equal size, laid end to end: the first row of each, then the second of each.
@@ -176,10 +195,70 @@ class InTurn:
         """Returns the number of rows."""
         return self.num_rows
 
-    def indices(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Returns where the rows `begin` to `end` of the turn lie."""
-        turn, lane = np.divmod(np.arange(begin, end, dtype=np.int64), self.num_lanes)
+    def indices(self) -> npt.NDArray[np.int64]:
+        """Returns where the rows lie, in the order in which they come."""
+        turn, lane = np.divmod(np.arange(self.num_rows, dtype=np.int64), self.num_lanes)
         return lane * (self.num_rows // self.num_lanes) + turn
+
+    def blocks(self, begin: int, end: int) -> list[Block]:
+        """Returns where the rows `begin` to `end` of the turn lie, lane after lane: three blocks at most."""
+        rows_per_lane = self.num_rows // self.num_lanes
+        (first_turn, begun), (last_turn, unfinished) = divmod(begin, self.num_lanes), divmod(end, self.num_lanes)
+        bounds = sorted({0, begun, unfinished, self.num_lanes})
+        blocks = []
+        for lane, next_lane in itertools.pairwise(bounds):
+            turn = first_turn + (lane < begun)
+            num_rows = last_turn + (lane < unfinished) - turn
+            if num_rows:
+                blocks.append(Block(lane * rows_per_lane + turn, next_lane - lane, rows_per_lane, num_rows))
+        return blocks
+
+
+class Merged:
+    """Rows that come from lanes of any sizes, laid end to end, of which each keeps its order.
+
+    Args:
+        lane_of_position: `[num_rows]` the lane of each row in the order in which they come.
+        num_lane_rows: rows of each lane.
+    """
+
+    _STRIDE = 4096  # positions between two that are counted beforehand
+
+    def __init__(self, lane_of_position: npt.NDArray[np.unsignedinteger], num_lane_rows: Sequence[int]) -> None:
+        """Counts the rows of every lane before every `_STRIDE`-th position."""
+        self._lane_of_position = lane_of_position
+        self._first_rows = np.cumsum([0, *num_lane_rows[:-1]])
+        counts = [self._counts(begin, begin + self._STRIDE) for begin in range(0, len(lane_of_position), self._STRIDE)]
+        self._counts_before = np.cumsum([np.zeros_like(self._first_rows), *counts], axis=0)
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+        return len(self._lane_of_position)
+
+    def indices(self) -> npt.NDArray[np.int64]:
+        """Returns where the rows lie, in the order in which they come."""
+        rows = np.empty(len(self), dtype=np.int64)
+        rows[np.argsort(self._lane_of_position, kind="stable")] = np.arange(len(rows))
+        return rows
+
+    def blocks(self, begin: int, end: int) -> list[Block]:
+        """Returns where the rows `begin` to `end` lie, lane after lane: a block per lane at most."""
+        first_rows, end_rows = (self._first_rows + self._taken_before(position) for position in (begin, end))
+        runs = zip(first_rows.tolist(), (end_rows - first_rows).tolist(), strict=True)
+        return [Block(first_row, 1, num_rows, num_rows) for first_row, num_rows in runs if num_rows]
+
+    def _taken_before(self, position: int) -> npt.NDArray[np.int64]:
+        stride = position // self._STRIDE
+        before: npt.NDArray[np.int64] = self._counts_before[stride]
+        return before + self._counts(stride * self._STRIDE, position)
+
+    def _counts(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        counts: npt.NDArray[np.int64] = np.bincount(self._lane_of_position[begin:end], minlength=len(self._first_rows))
+        return counts
+
+
+Order = InTurn | Merged | npt.NDArray[np.int64]
+"""In which order rows come: by a rule, whose rows may be read lane after lane within a batch, or by `[num_rows]` indices."""
 
 
 def own_row_groups(window: Window, order: BatchOrder) -> tuple[int, ...]:
@@ -189,43 +268,36 @@ def own_row_groups(window: Window, order: BatchOrder) -> tuple[int, ...]:
     return window.row_groups
 
 
-def own_rows(window: Window, row_group_rows: Sequence[int], order: BatchOrder) -> InTurn | npt.NDArray[np.int64]:
+def own_rows(window: Window, row_group_rows: Sequence[int], order: BatchOrder) -> Order:
     """Says in which order the rows of the rank's row groups come.
 
     A shuffle permutes each row group (`permutation_of`), while its columns are in the processor's cache, and then merges
     them, reading every row group from front to back. A random merge of random permutations is a random permutation of all.
 
     Returns:
-        A rule, or `[num_own_rows]` indices, for the rank's permuted row groups laid end to end.
+        The order of the rank's own rows, in terms of its permuted row groups laid end to end.
     """
     groups = own_row_groups(window, order)
+    num_lane_rows = [row_group_rows[group] for group in groups]
+    rows: InTurn | Merged
     if window.is_full:
-        in_turn = InTurn(len(groups), len(groups) * row_group_rows[groups[0]])
-        if len(groups) < len(window.row_groups) or order.world_size == 1:
-            return in_turn
-        rows = in_turn.indices(0, len(in_turn))
+        rows = InTurn(len(groups), sum(num_lane_rows))
+        if len(groups) < len(window.row_groups):
+            return rows
     elif order.shuffle:
-        rows = _random_merge([row_group_rows[group] for group in groups], _generator(order, _ORDER_OF_RAGGED_WINDOW, *groups))
-    elif order.world_size == 1:
-        return InTurn(1, window.num_rows)
+        # 16 bits are shuffled and sorted several times faster than 64.
+        lanes = np.arange(len(groups), dtype=np.uint16 if len(groups) <= 1 << 16 else np.uint32)
+        rows = Merged(_generator(order, _ORDER_OF_RAGGED_WINDOW, *groups).permutation(np.repeat(lanes, num_lane_rows)), num_lane_rows)
     else:
-        rows = np.arange(window.num_rows, dtype=np.int64)
-    return np.ascontiguousarray(rows[_first_own(window, order) :: order.world_size])
+        rows = InTurn(1, window.num_rows)
+    if order.world_size == 1:
+        return rows
+    return np.ascontiguousarray(rows.indices()[_first_own(window, order) :: order.world_size])
 
 
 def permutation_of(row_group: int, num_rows: int, order: BatchOrder) -> npt.NDArray[np.int64] | None:
     """Returns the `[num_rows]` indices by which the rows of a row group are permuted before merging; None = they keep their order."""
     return _generator(order, _ORDER_IN_LANE, row_group).permutation(num_rows) if order.shuffle else None
-
-
-def _random_merge(num_rows: Sequence[int], generator: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Merges sequences laid end to end: each keeps its order, all merges are equally likely."""
-    # Numbers of 16 bits are sorted by radix, several times faster than wider ones.
-    sequences = np.arange(len(num_rows), dtype=np.uint16 if len(num_rows) <= 1 << 16 else np.int64)
-    sequence_of_position = generator.permutation(np.repeat(sequences, num_rows))
-    rows = np.empty(sum(num_rows), dtype=np.int64)
-    rows[np.argsort(sequence_of_position, kind="stable")] = np.arange(len(rows))
-    return rows
 
 
 def _first_own(window: Window, order: BatchOrder) -> int:

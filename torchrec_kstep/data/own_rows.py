@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_kstep.data.collate import Bags, make_single_valued_batch, pad_batch
+from torchrec_kstep.data.collate import Bags, ids_dtype, make_single_valued_batch, pad_batch
 from torchrec_kstep.data.columns import Columns
-from torchrec_kstep.data.order import InTurn
+from torchrec_kstep.data.order import Block, Order
 from torchrec_kstep.data.window_memory import WindowMemory
 from torchrec_kstep.types import Batch, FeatureSchema
 
@@ -28,7 +28,7 @@ class OwnRows:
 
     columns: Columns
     memory: WindowMemory
-    rows: InTurn | npt.NDArray[np.int64]
+    rows: Order
     begin: int
     end: int
 
@@ -43,33 +43,31 @@ class OwnRows:
 
     def copy(self, columns: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """Copies the rows of `columns`, `[num_columns, num_rows_of_window]`, to `out`, `[num_columns, len(self)]` of any layout."""
-        if isinstance(self.rows, InTurn):
-            num_lanes = self.rows.num_lanes  # the last size is spelt out, because of sets without a column of a kind
-            _copy_in_turn(columns.reshape(len(columns), num_lanes, columns.shape[1] // num_lanes), self.begin, out)
-        else:
+        if isinstance(self.rows, np.ndarray):
             out[:] = columns.take(self.rows[self.begin : self.end], axis=1)
+            return
+        end = 0
+        for block in self.rows.blocks(self.begin, self.end):
+            begin, end = end, end + block.num_lanes * block.num_rows
+            # Splitting an axis never copies. The number of columns is spelt out, because of sets without a column of a kind.
+            to = out[:, begin:end].reshape(len(columns), block.num_lanes, block.num_rows)
+            to[:] = _block(columns, block)
 
     def bags(self, name: str) -> Bags:
-        """Gathers the bags of the rows."""
-        rows = self.rows.indices(self.begin, self.end) if isinstance(self.rows, InTurn) else self.rows[self.begin : self.end]
-        return self.columns.bags[name].take(rows)
+        """Gathers the bags of the rows, in the same order as `copy`."""
+        if isinstance(self.rows, np.ndarray):
+            return self.columns.bags[name].take(self.rows[self.begin : self.end])
+        blocks = self.rows.blocks(self.begin, self.end)
+        return self.columns.bags[name].take(np.concatenate([block.indices() for block in blocks]))
 
 
-def _copy_in_turn(lanes: npt.NDArray[Any], begin: int, out: npt.NDArray[Any]) -> None:
-    """Copies `[num_columns, num_lanes, rows_per_lane]`, from row `begin` of the turn on, to `[num_columns, num_rows]`."""
-    num_columns, num_lanes, _ = lanes.shape
-    num_rows = out.shape[1]
-    turn, lane = divmod(begin, num_lanes)
-    done = 0
-    if lane:  # the rest of a turn that was begun
-        done = min(num_lanes - lane, num_rows)
-        out[:, :done] = lanes[:, lane : lane + done, turn]
-        turn += 1
-    num_turns, num_left = divmod(num_rows - done, num_lanes)
-    middle = out[:, done : num_rows - num_left].reshape(num_columns, num_turns, num_lanes)  # a view: splitting an axis never copies
-    middle[:] = lanes[:, :, turn : turn + num_turns].transpose(0, 2, 1)
-    if num_left:
-        out[:, num_rows - num_left :] = lanes[:, :num_left, turn + num_turns]
+def _block(columns: npt.NDArray[Any], block: Block) -> npt.NDArray[Any]:
+    """Returns a view `[num_columns, num_lanes, num_rows]`."""
+    if block.num_lanes == 1:
+        return columns[:, None, block.first_row : block.first_row + block.num_rows]
+    lane, turn = divmod(block.first_row, block.rows_per_lane)
+    lanes = columns.reshape(len(columns), columns.shape[1] // block.rows_per_lane, block.rows_per_lane)
+    return lanes[:, lane : lane + block.num_lanes, turn : turn + block.num_rows]
 
 
 class RowCursor:
@@ -102,8 +100,8 @@ class RowCursor:
 def gather(
     pieces: Iterable[OwnRows], bag_names: Sequence[str], schema: FeatureSchema, num_rows: int, num_padded_rows: int, num_global_rows: int
 ) -> Batch:
-    """Makes the batch that holds the `num_rows` rows of `pieces` in turn, then padding rows; takes no piece before the last is copied."""
-    single = np.empty((len(schema.sparse) - len(bag_names), num_rows), dtype=np.int64)
+    """Makes the batch that holds the `num_rows` rows of `pieces`, then padding rows; takes no piece before the last is copied."""
+    single = np.empty((len(schema.sparse) - len(bag_names), num_rows), dtype=ids_dtype(schema))
     dense = np.empty((num_rows, schema.num_dense), dtype=np.float32)
     label = np.empty(num_rows, dtype=np.float32)
     bags: dict[str, list[Bags]] = {name: [] for name in bag_names}

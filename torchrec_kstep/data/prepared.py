@@ -40,6 +40,7 @@ class PreparedSet:
         self._shuffle_row_groups = shuffle_row_groups
         self._prefetch_batches = prefetch_batches
         self._spare_memory = SpareMemory(self.manifest)
+        self._verified: set[RowGroup] = set()
         self._row_groups = {split: _row_groups(folder, self.manifest, split, limit if split == "train" else 0) for split in SPLITS}
 
     @property
@@ -70,7 +71,12 @@ class PreparedSet:
         num_rows = self.num_rows(split)
         bag_names = [column.name for column in self.manifest.sparse if column.is_bag]
         source = WindowSource(
-            self._row_groups[split], self.manifest, self._shuffle_row_groups, self._spare_memory, is_ahead=self._prefetch_batches > 0
+            self._row_groups[split],
+            self.manifest,
+            self._shuffle_row_groups,
+            self._spare_memory,
+            self._verified,
+            is_ahead=self._prefetch_batches > 0,
         )
         windows = source.decode(order, num_own_rows_before(order, num_rows, start_step))
         with closing(RowCursor(windows, self._spare_memory.give_back)) as cursor:

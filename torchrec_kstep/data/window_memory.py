@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_kstep.data.collate import ids_dtype
 from torchrec_kstep.data.manifest import Manifest
 
 _MAX_SPARE = 2  # what one stream needs: the window in use and the one that is being decoded
@@ -17,12 +18,11 @@ class WindowMemory:
     def __init__(self, manifest: Manifest, capacity_rows: int) -> None:
         """Allocates room for `capacity_rows` rows of the single-valued columns of a set; pages come when they are written."""
         single = [column for column in manifest.sparse if not column.is_bag]
-        has_large_ids = any(column.num_rows > np.iinfo(np.int32).max for column in single)
         self.capacity_rows = capacity_rows
         self._num_dense, self._num_single = len(manifest.dense), len(single)
         self._label = np.empty(capacity_rows, dtype=np.float32)
         self._dense = np.empty(self._num_dense * capacity_rows, dtype=np.float32)
-        self._single = np.empty(self._num_single * capacity_rows, dtype=np.int64 if has_large_ids else np.int32)
+        self._single = np.empty(self._num_single * capacity_rows, dtype=ids_dtype(manifest.feature_schema()))
 
     def columns(self, num_rows: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[Any]]:
         """Returns contiguous `[num_rows]` labels, `[num_dense, num_rows]` numbers and `[num_single, num_rows]` ids in this memory."""

@@ -5,13 +5,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
 from torchrec_kstep.data.background import map_ahead
 from torchrec_kstep.data.columns import ColumnsDecoder, RowGroup
 from torchrec_kstep.data.manifest import Manifest
-from torchrec_kstep.data.order import BatchOrder, InTurn, Window, own_row_groups, own_rows, permutation_of, plan_windows
+from torchrec_kstep.data.open_files import OpenFiles
+from torchrec_kstep.data.order import BatchOrder, Order, Window, own_row_groups, own_rows, permutation_of, plan_windows
 from torchrec_kstep.data.own_rows import OwnRows
 from torchrec_kstep.data.window_memory import SpareMemory
 
@@ -31,6 +29,7 @@ class WindowSource:
         manifest: names and limits of the columns.
         shuffle_row_groups: row groups per window.
         spare_memory: where windows are decoded; whoever finishes a window gives its memory back.
+        verified: row groups of which no stream needs to verify the checksums again.
         is_ahead: whether a thread decodes the next window while one is in use; if not, all happens in the caller's thread.
     """
 
@@ -38,6 +37,7 @@ class WindowSource:
     manifest: Manifest
     shuffle_row_groups: int
     spare_memory: SpareMemory
+    verified: set[RowGroup]
     is_ahead: bool
 
     def decode(self, order: BatchOrder, num_rows_to_skip: int) -> Generator[OwnRows, None, None]:
@@ -48,20 +48,21 @@ class WindowSource:
             if num_rows_to_skip < num_own_rows:
                 tasks.append((window, num_rows_to_skip))
             num_rows_to_skip = max(0, num_rows_to_skip - num_own_rows)
-        jobs = (job for window, num_skipped in tasks for job in self._jobs(window, order, num_skipped))
+        files = OpenFiles()
+        jobs = (job for window, num_skipped in tasks for job in self._jobs(window, order, num_skipped, files))
         num_jobs_per_window = max((len(own_row_groups(window, order)) + 2 for window, _ in tasks), default=1)
         results = map_ahead(_run, jobs, _NUM_THREADS, num_jobs_per_window) if self.is_ahead else (job() for job in jobs)
-        with closing(results):
+        with closing(files), closing(results):
             for finish in results:
                 if finish is not None:
                     yield finish()
 
-    def _jobs(self, window: Window, order: BatchOrder, num_skipped: int) -> Iterator[_Job]:
+    def _jobs(self, window: Window, order: BatchOrder, num_skipped: int, files: OpenFiles) -> Iterator[_Job]:
         indices = own_row_groups(window, order)
         groups = [self.row_groups[index] for index in indices]
         memory = self.spare_memory.take(sum(group.num_rows for group in groups))
-        decoder = ColumnsDecoder(groups, self.manifest, memory)
-        found: list[InTurn | npt.NDArray[np.int64]] = []
+        decoder = ColumnsDecoder(groups, self.manifest, memory, files, self.verified)
+        found: list[Order] = []
 
         def find_rows() -> None:
             found.append(own_rows(window, [group.num_rows for group in self.row_groups], order))

@@ -5,9 +5,11 @@ from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchrec_kstep.data.manifest import PartFile, footer_sha256
+from torchrec_kstep.data.manifest import CHECKED_WHEN_WRITTEN, PartFile, footer_sha256
+from torchrec_kstep.errors import DataError
 from torchrec_kstep.types import Split
 
 ROW_GROUPS_PER_PART = 32
@@ -61,10 +63,14 @@ class SplitWriter:
         self._close_part()
 
     def _write_row_group(self, table: Any) -> None:
+        _refuse_bad_numbers(table)
         if self._writer is None:
             name = f"{self._split}/part-{len(self._parts):05d}.parquet"
             self._parts.append((name, []))
-            self._writer = pq.ParquetWriter(self._folder / name, self._schema, compression=_COMPRESSION, store_schema=False)
+            self._writer = pq.ParquetWriter(
+                self._folder / name, self._schema, compression=_COMPRESSION, store_schema=False, write_page_checksum=True
+            )
+            self._writer.add_key_value_metadata(CHECKED_WHEN_WRITTEN)
         self._writer.write_table(table, row_group_size=table.num_rows)
         row_group_rows = self._parts[-1][1]
         row_group_rows.append(table.num_rows)
@@ -75,3 +81,9 @@ class SplitWriter:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _refuse_bad_numbers(table: Any) -> None:
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if pa.types.is_floating(column.type) and not pc.all(pc.is_finite(column)).as_py():
+            raise DataError(f"dense column {name} would hold NaN or an infinity after its transform: clean the raw values first")

@@ -27,7 +27,7 @@ def rows_of(batch: Batch) -> list[int]:
     rows = batch.sparse["row"]
     assert rows.lengths().tolist() == batch.weight.int().tolist()
     numbers = rows.values().tolist()
-    assert batch.sparse.values().dtype == torch.int64
+    assert batch.sparse.values().dtype == torch.int32
     assert batch.dense[:num_real].tolist() == [[float(row), float(-row)] for row in numbers]
     assert batch.label[:num_real].tolist() == [float(row % 2) for row in numbers]
     assert not batch.dense[num_real:].any()

@@ -8,7 +8,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_kstep.data.manifest import DenseColumn, Manifest, PartFile, SparseColumn, SplitFiles, footer_sha256, write_manifest
+from torchrec_kstep.data.manifest import (
+    CHECKED_WHEN_WRITTEN,
+    DenseColumn,
+    Manifest,
+    PartFile,
+    SparseColumn,
+    SplitFiles,
+    footer_sha256,
+    write_manifest,
+)
 from torchrec_kstep.types import SPLITS
 
 NUM_ROWS_OF_TABLE = 1 << 20
@@ -19,13 +28,20 @@ def bag_of(row: int) -> list[int]:
     return [(row * 7 + k) % 1000 for k in range(row % 4)]
 
 
-def make_prepared_set(folder: Path, files: Sequence[Sequence[int]], eval_files: Sequence[Sequence[int]] = ((5,),), **replace: Any) -> Path:
+def make_prepared_set(
+    folder: Path,
+    files: Sequence[Sequence[int]],
+    eval_files: Sequence[Sequence[int]] = ((5,),),
+    is_checked: bool = False,
+    **replace: Any,
+) -> Path:
     """Writes a set whose feature `row` is the number of the row in its split.
 
     Args:
         folder: where.
         files: rows of each row group of each file of the training split.
         eval_files: the same for validation and test.
+        is_checked: whether the files are as `prepare` writes them, `CHECKED_WHEN_WRITTEN`.
         replace: entries of the manifest that differ.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +62,7 @@ def make_prepared_set(folder: Path, files: Sequence[Sequence[int]], eval_files: 
         for index, row_groups in enumerate(files if split == "train" else eval_files):
             name = f"{split}/part-{index:05d}.parquet"
             rows = np.arange(num_rows, num_rows + sum(row_groups))
-            write_rows(folder / name, rows, row_groups, written)
+            write_rows(folder / name, rows, row_groups, written, is_checked)
             parts.append(PartFile(name, (folder / name).stat().st_size, footer_sha256(folder / name), list(row_groups)))
             num_rows += len(rows)
         splits[split] = SplitFiles(num_rows, num_rows // 2, parts)
@@ -64,7 +80,9 @@ def make_prepared_set(folder: Path, files: Sequence[Sequence[int]], eval_files: 
     return folder
 
 
-def write_rows(path: Path, rows: Any, row_groups: Sequence[int], names: Sequence[str] | None = None, **replace: Any) -> None:
+def write_rows(
+    path: Path, rows: Any, row_groups: Sequence[int], names: Sequence[str] | None = None, is_checked: bool = False, **replace: Any
+) -> None:
     """Writes rows of the hand-made set as a Parquet file with the given row groups; `names` = the columns written, if not all."""
     columns = {
         "label": pa.array((rows % 2).astype(np.uint8)),
@@ -74,7 +92,9 @@ def write_rows(path: Path, rows: Any, row_groups: Sequence[int], names: Sequence
         "bag": pa.array([bag_of(int(row)) for row in rows], type=pa.list_(pa.int32())),
     } | replace
     table = pa.table({name: columns[name] for name in names or columns})
-    with pq.ParquetWriter(path, table.schema) as writer:
+    with pq.ParquetWriter(path, table.schema, write_page_checksum=is_checked) as writer:
+        if is_checked:
+            writer.add_key_value_metadata(CHECKED_WHEN_WRITTEN)
         begin = 0
         for num_rows in row_groups:
             writer.write_table(table.slice(begin, num_rows), row_group_size=max(1, num_rows))
