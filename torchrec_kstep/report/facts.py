@@ -19,7 +19,7 @@ PACKAGES = ("torchrec_kstep", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu
 def write_facts(
     folder: Path, *, world: World, config: Mapping[str, Any], data: Mapping[str, Any], plan: str, resumed_from_step: int = 0
 ) -> None:
-    """Writes `run.json` into a run directory; what earlier attempts of the same run wrote is kept as a list of attempts.
+    """Writes `run.json` into a run directory, durably; what earlier attempts of the same run wrote is kept as a list of attempts.
 
     Args:
         folder: the run directory.
@@ -42,8 +42,16 @@ def write_facts(
         "config": dict(config),
     }
     partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(facts, indent=1, default=str))
+        file.flush()
+        os.fsync(file.fileno())  # or the name could outlive a power cut and the content not
     os.replace(partial, path)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _attempts(path: Path) -> list[Any]:

@@ -41,7 +41,7 @@ def _results(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         (run,) = runs
         tiles = "".join(f'<div class="tile"><span>{_text(name)}</span><b>{_text(value)}</b></div>' for name, value in _summary(run).items())
-        started = run.facts.get("attempts", [{}])[0].get("started", "")
+        started = next((begun for begun, _ in run.attempts()), "")
         return f'<p class="under">{_text(run.name)}{f", started {_text(started)}" if started else ""}</p><div class="tiles">{tiles}</div>'
     rows = [[_swatch(index) + _text(run.name), _text(_title(run)), *map(_text, _summary(run).values())] for index, run in enumerate(runs)]
     return _table(["run", "what", *_summary(runs[0])], rows)
@@ -53,7 +53,7 @@ def _summary(run: Run) -> dict[str, str]:
     def digits(value: float | None, places: int = 4) -> str:
         return "-" if value is None else f"{value:.{places}f}"
 
-    ranks = run.facts.get("ranks", {})
+    ranks = run.fact("ranks")
     return {
         "test AUC": digits(run.test.get("auc")),
         "test logloss": digits(run.test.get("logloss")),
@@ -63,7 +63,7 @@ def _summary(run: Run) -> dict[str, str]:
         "steps": str(run.num_steps),
         "rows/s": "-" if run.rows_per_s is None else number(run.rows_per_s),
         "time in the loop": format_seconds(sum(run.seconds_per_phase().values())),
-        "hosts x ranks": f"{ranks['hosts']} x {ranks['ranks per host']}" if ranks else "-",
+        "hosts x ranks": f"{ranks.get('hosts', '?')} x {ranks.get('ranks per host', '?')}" if ranks else "-",
     }
 
 
@@ -109,23 +109,23 @@ def _differences(runs: Sequence[Run]) -> str:
 
 
 def _details(run: Run, is_open: bool) -> str:
-    facts = run.facts
-    if not facts:
+    if not run.facts:
         missing = "No run.json: configuration, plan, versions and hardware were not recorded."
         return f"<section><h2>{_text(run.name)}</h2><p>{missing}</p></section>"
-    attempts = facts["attempts"]
-    restarts = [f"{attempt['started']}, continued from step {attempt['from_step']}" for attempt in attempts[1:]]
-    data = facts["data"]
+    lacking = run.missing_facts()
+    note = f"<p>run.json does not say (or not in the form of this release): {_text(', '.join(lacking))}.</p>" if lacking else ""
+    attempts = run.attempts()
+    restarts = [f"{started}, continued from step {from_step}" for started, from_step in attempts[1:]]
     about = {
-        "started": attempts[0]["started"],
+        **({"started": attempts[0][0]} if attempts else {}),
         **({"restarted": "; ".join(restarts)} if restarts else {}),
-        "ranks": ", ".join(f"{count} {name}" for name, count in facts["ranks"].items()),
-        **{f"data, {name}": value if isinstance(value, str) else f"{value:,}" for name, value in data.items()},
+        "ranks": ", ".join(f"{count} {name}" for name, count in run.fact("ranks").items()),
+        **{f"data, {name}": f"{value:,}" if isinstance(value, int) else str(value) for name, value in run.fact("data").items()},
     }
-    plan = f"<pre>{_text(facts['plan'])}</pre>"
-    surroundings = _pairs(about) + _pairs(facts["versions"]) + _pairs(facts["hardware"])
+    plan = f"<pre>{_text(run.fact('plan'))}</pre>"
+    surroundings = _pairs(about) + _pairs(run.fact("versions")) + _pairs(run.fact("hardware"))
     return (
-        f"<section><h2>{'Details' if is_open else _text(run.name)}</h2>"
+        f"<section><h2>{'Details' if is_open else _text(run.name)}</h2>{note}"
         f"{_folded('Plan', plan, is_open)}{_folded('Run, versions and hardware', surroundings, is_open)}"
         f"{_folded('Configuration', _pairs(run.config(), 'code'), False)}</section>"
     )

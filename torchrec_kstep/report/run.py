@@ -12,6 +12,10 @@ from torchrec_kstep.report.facts import FACTS_NAME
 METRICS_NAME = "metrics.jsonl"
 STEP_PHASES = ("data_wait", "forward_backward", "optimizer")
 PHASES = (*STEP_PHASES, "evaluation", "checkpoint")
+FACTS: dict[str, type] = {
+    **{"attempts": list, "ranks": dict, "data": dict, "plan": str},
+    **{"versions": dict, "hardware": dict, "config": dict},
+}
 
 Points = list[tuple[float, float]]
 
@@ -23,7 +27,7 @@ class Run:
     Attributes:
         name: name of its folder.
         events: records of `metrics.jsonl`, in order.
-        facts: content of `run.json`; empty for a run that was stopped before it was written.
+        facts: content of `run.json`, by whatever release; empty for a run that was stopped before it was written.
     """
 
     name: str
@@ -60,9 +64,23 @@ class Run:
         timed = [record for record in self.events if record["event"] in ("train", "end")]
         return {phase: sum(record.get(f"{phase}_s") or 0.0 for record in timed) for phase in PHASES}
 
+    def fact(self, name: str) -> Any:
+        """Returns an entry of `run.json`, or an empty value of the type expected in `FACTS`."""
+        value = self.facts.get(name)
+        return value if isinstance(value, FACTS[name]) else FACTS[name]()
+
+    def missing_facts(self) -> list[str]:
+        """Names the entries that `run.json` lacks, or holds as something else than expected."""
+        return [name for name, kind in FACTS.items() if not isinstance(self.facts.get(name), kind)]
+
+    def attempts(self) -> list[tuple[str, str]]:
+        """Returns start and step continued from of every attempt; "?" for what is not recorded."""
+        entries = [attempt if isinstance(attempt, dict) else {} for attempt in self.fact("attempts")]
+        return [(str(entry.get("started", "?")), str(entry.get("from_step", "?"))) for entry in entries]
+
     def config(self) -> dict[str, str]:
         """Returns the configuration as dotted keys, values as text."""
-        return _flat(self.facts.get("config", {}))
+        return _flat(self.fact("config"))
 
 
 def read_run(folder: Path) -> Run:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -92,6 +93,30 @@ def test_a_run_stopped_at_any_point_gives_a_page(tmp_path: Path) -> None:
     for kept in range(len(lines) + 1):
         (folder / "metrics.jsonl").write_text("".join(lines[:kept]) + '{"event": "tr')
         assert "<h1>run</h1>" in render([read_run(folder)])
+
+
+@pytest.mark.parametrize("wrong", ["left out", None, 7, "text", [], {}, [7], {"a": None}], ids=str)
+def test_a_record_of_another_release_gives_a_page_that_says_what_it_lacks(tmp_path: Path, wrong: object) -> None:
+    folder = write_run(tmp_path / "run")
+    facts = json.loads((folder / "run.json").read_text())
+    for name in facts:
+        changed = {key: value for key, value in facts.items() if key != name} | ({} if wrong == "left out" else {name: wrong})
+        (folder / "run.json").write_text(json.dumps(changed))
+        run = read_run(folder)
+        page = render([run])
+        assert "0.7712" in page
+        is_told = name in page.partition("run.json does not say")[2].partition("</p>")[0]
+        assert is_told == (not isinstance(wrong, type(facts[name])) or wrong == "left out")
+        assert "2 runs compared" in render([run, run])
+
+
+def test_the_record_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (done.append("fsync"), fsync(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda source, target: (done.append("replace"), replace(source, target)))
+    write_run(tmp_path / "run")
+    assert done == ["fsync", "replace", "fsync"]
 
 
 def test_the_command_writes_into_the_run_directory_and_compares_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
