@@ -25,6 +25,8 @@ from tests.multiprocess.tiny import (
 )
 from tests.spawn import SpawnRanks
 from torchrec_kstep.config.schema import RunConfig
+from torchrec_kstep.errors import DivergenceError
+from torchrec_kstep.loop import Loop
 from torchrec_kstep.world import World
 
 pytestmark = pytest.mark.multiprocess
@@ -95,6 +97,22 @@ def test_counters_of_the_tables_are_recorded(tmp_path: Path) -> None:
     assert 0 < ssd["hit_ratio"] < 1
     assert dram["materialised_rows"] == 2 * (24 + 17 + 9)  # each id of the set, in its table and in its first-order table
     assert dense == {}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_divergence_names_the_table(tmp_path: Path, value: float) -> None:
+    """Tiered tables have no parameter that could be looked at; without this the message would say that all is well."""
+    with one_rank_group() as world:
+        loop, state = start(on_ssd(tiered_config(), tmp_path / "rows"), world, TinyDataset(), tmp_path)
+        _set_all_rows(loop, "item", value)
+        with pytest.raises(DivergenceError, match=r"the loss of step 1 is NaN or infinite \(not finite after it: .*tiered table 'item'"):
+            loop.train(state)
+
+
+def _set_all_rows(loop: Loop, table: str, value: float) -> None:
+    [weight] = [weight for name, weight in loop.dmp.state_dict().items() if name.endswith(f".{table}.weight")]
+    for shard in weight.local_shards():
+        shard.tensor.fill_(value)
 
 
 def _last_counters(run_dir: Path) -> dict[str, float]:

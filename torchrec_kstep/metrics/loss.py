@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_kstep.errors import DivergenceError
+from torchrec_kstep.sharding.tiered import tables_not_finite
 from torchrec_kstep.types import Predictions
 
 
@@ -35,10 +36,14 @@ class MeanLoss:
 
 
 def divergence(step: int, model: nn.Module) -> DivergenceError:
-    """Says that the loss of `step` is no number, and which parameters of `model` on this rank are none either."""
+    """Says that the loss of `step` is no number, and which parameters of `model` on this rank are none either.
+
+    Of tiered tables, which may be larger than memory, the rows of the batch looked up last are checked.
+    """
     bad = [name for name, values in model.named_parameters() if not bool(values.detach().isfinite().all())]
+    bad = [f"rows of tiered table {table!r}" for table in tables_not_finite(model)] + bad
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    where = f"not finite after it: {', '.join(bad[:3])}{more}" if bad else "all parameters are finite after it"
+    where = f"not finite after it: {', '.join(bad[:3])}{more}" if bad else "all parameters of this rank are finite after it"
     return DivergenceError(
         f"the loss of step {step} is NaN or infinite ({where}): lower optim.lr and optim.embedding_lr, add optim.warmup_steps, "
         "set optim.clip_norm, or look for extreme values in the dense columns"

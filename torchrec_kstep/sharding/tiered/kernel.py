@@ -50,6 +50,7 @@ class TieredKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]  
         self._stand_ins = {shard.table: stand_in(update) for shard in shards}
         self._table_of_feature = [index for index, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
         self._ahead: deque[_Known] = deque(maxlen=MAX_BATCHES_AHEAD)
+        self._last: Dedup | None = None  # the batch looked up last
         own = [shards[index] for index in self._table_of_feature]
         is_narrow = all(shard.first_row + shard.num_rows <= 1 << 31 for shard in own)
         first_rows: npt.NDArray[Any] = np.array([shard.first_row for shard in own], np.int32 if is_narrow else np.int64)
@@ -101,8 +102,24 @@ class TieredKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]  
         ids = features.values()
         if self._ahead and self._ahead[0].ids.data_ptr() == ids.data_ptr() and self._ahead[0].ids.shape == ids.shape and ids.numel():
             known = self._ahead.popleft()
-            return known.batch, known.offsets
-        return self.dedup(features)
+            batch, offsets = known.batch, known.offsets
+        else:
+            batch, offsets = self.dedup(features)
+        self._last = batch
+        return batch, offsets
+
+    def tables_not_finite(self) -> list[str]:
+        """Names the tables of which a row of the batch looked up last holds NaN or infinity. Reads those rows; not collective."""
+        last = self._last
+        if last is None:
+            return []
+        bounds = last.table_offsets.tolist()
+        found = [
+            shard.table
+            for shard, begin, end in zip(self.shards, bounds[:-1], bounds[1:], strict=True)
+            if end > begin and not bool(self.group.read(shard.index, last.unique_rows[begin:end]).isfinite().all())
+        ]
+        return list(dict.fromkeys(found))
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the stand-in of each table."""
