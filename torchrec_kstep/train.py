@@ -32,7 +32,7 @@ from torchrec_kstep.optim.scaling import describe, scale_optim, warnings
 from torchrec_kstep.planner import format_plan, make_plan
 from torchrec_kstep.planner.plan import find_tables
 from torchrec_kstep.report import REPORT_NAME, write_facts, write_report
-from torchrec_kstep.runtime import Job, bound_waits, open_run_dir, run
+from torchrec_kstep.runtime import Job, bound_waits, choose_device, cleaned_up, open_run_dir, run
 from torchrec_kstep.sharding import build_sharders, shard_task
 from torchrec_kstep.sharding.tiered import clip_warnings, tier_scalars
 from torchrec_kstep.torchrec_seam.pipeline import make_pipeline
@@ -54,6 +54,7 @@ def train(config: RunConfig) -> int:
 def _train(job: Job, config: RunConfig) -> int:
     """From configuration to test AUC on one rank."""
     world = job.world
+    choose_device(config.train.device, world)  # refused before ranks wait for each other
     torch.set_num_threads(config.train.num_threads)
     check_start(job.store, world, config, config.distributed.start_timeout_s)
     run_dir = _enter_run_dir(job, config)
@@ -65,7 +66,7 @@ def _train(job: Job, config: RunConfig) -> int:
         raise DataError(f"the training split of data set {config.data.name!r} has no rows")
     given, config = config, scale_to_batch(config, world, dataset)
     loop = build_loop(config, world, dataset, run_dir)
-    try:
+    with cleaned_up(lambda: loop.sinks.close()):  # they are opened in `resume`
         state = resume(loop, run_dir)
         if world.is_main:  # not before: a start that is refused must leave the run's own record alone
             load.save(given, run_dir / "config.yaml")
@@ -89,8 +90,6 @@ def _train(job: Job, config: RunConfig) -> int:
         if world.is_main and config.metrics.report:
             write_report([run_dir], run_dir / REPORT_NAME)
             loop.sinks.line(f"report {run_dir / REPORT_NAME}")
-    finally:
-        loop.sinks.close()
     if world.is_main:
         print(last_line(report), flush=True)
     return 0
@@ -98,7 +97,7 @@ def _train(job: Job, config: RunConfig) -> int:
 
 def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path) -> Loop:
     """Builds model, plan, shards, optimizer and pipeline, all fresh. Needs the process group. Collective."""
-    device = torch.device(config.train.device, world.local_rank) if config.train.device == "cuda" else torch.device("cpu")
+    device = choose_device(config.train.device, world)
     torch.manual_seed(config.train.seed)  # the same on all ranks: they build the same model
     table_device = torch.device("meta") if config.planner.kernel == "tiered" else None  # rows are made where they will live
     model = build_model(config.model, dataset.schema, seed=config.train.seed, table_device=table_device)

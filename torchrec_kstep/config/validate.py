@@ -64,6 +64,8 @@ class Bounds:
 
 ANY_COUNT = Bounds(0)
 AT_LEAST_ONE = Bounds(1)
+ROWS_PER_BATCH = Bounds(1, 2**24)  # the ids of a batch are counted in 32 bits, and there may be a hundred for each row
+COLUMNS = Bounds(1, 2048)  # the widest row that the kernels of tiered tables take
 POSITIVE = Bounds(0, includes_low=False)
 NOT_NEGATIVE = Bounds(0)
 FRACTION = Bounds(0, 1, includes_high=False)
@@ -87,7 +89,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "data.synthetic.max_ids_per_bag": AT_LEAST_ONE,
     "data.synthetic.zipf_exponent": NOT_NEGATIVE,
     "data.synthetic.seed": SEED,
-    "model.embedding_dim": AT_LEAST_ONE,
+    "model.embedding_dim": COLUMNS,
     "model.mlp": AT_LEAST_ONE,
     "model.bottom_mlp": AT_LEAST_ONE,
     "model.dropout": FRACTION,
@@ -108,9 +110,9 @@ BOUNDS: Mapping[str, Bounds] = {
     "optim.clip_ratio": POSITIVE,
     "optim.clip_zeta": NOT_NEGATIVE,
     "optim.base_batch_size": ANY_COUNT,
-    "train.batch_size": AT_LEAST_ONE,
+    "train.batch_size": ROWS_PER_BATCH,
     "train.accumulation": AT_LEAST_ONE,
-    "train.eval_batch_size": AT_LEAST_ONE,
+    "train.eval_batch_size": ROWS_PER_BATCH,
     "train.epochs": AT_LEAST_ONE,
     "train.max_steps": ANY_COUNT,
     "train.seed": SEED,

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -177,6 +178,7 @@ class Sinks:
             sink.progress(step_in_epoch, num_steps, epoch)
 
     def close(self) -> None:
-        """Closes all sinks."""
-        for sink in self._sinks:
-            sink.close()
+        """Closes all sinks, also where one of them fails; then raises the last failure, the others as its context."""
+        with ExitStack() as stack:
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)

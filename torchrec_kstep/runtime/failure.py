@@ -90,7 +90,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, Stopped):
         return f"stopped by {error}; start it again with the same run_dir to continue from the newest checkpoint"
     if isinstance(error, KStepError):
-        return str(error)
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
     return "".join(traceback.format_exception(error)).rstrip()
 
 

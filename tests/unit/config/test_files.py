@@ -77,7 +77,7 @@ def test_faults_of_files_and_command_line_are_told_together(tmp_path: Path) -> N
     assert "optim.kstp" in told
     assert "optim.eps expects a number, got 'small'" in told
     assert "did you mean 'train.epochs'?" in told
-    assert "train.batch_size: expected at least 1, got 0" in told
+    assert "train.batch_size: expected at least 1 and at most 16777216, got 0" in told
 
 
 @pytest.mark.parametrize("text", ["optim:\n  lr: 1\n", "defaults:\n  - override /model: dcn\noptim:\n  lr: 1\n"])

@@ -212,7 +212,7 @@ def test_all_faults_of_one_call_stand_in_one_error() -> None:
         "did you mean 'train.epochs'?",
         "did you mean 'deepfm'?",
         "train.epochs expects a whole number",
-        "train.batch_size: expected at least 1, got 0",
+        "train.batch_size: expected at least 1 and at most 16777216, got 0",
         "did you mean 'hydra.output_subdir'?",
         "did you mean --multirun?",
         "data.path: Interpolation key 'nope' not found",
