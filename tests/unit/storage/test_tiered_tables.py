@@ -139,6 +139,39 @@ def test_training_continues_from_a_snapshot_to_the_same_bits(tmp_path: Path) -> 
         assert group.snapshots() == ["step-8"]
 
 
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_going_back_in_place_equals_opening_anew(tmp_path: Path, is_deferred: bool) -> None:
+    """Whoever holds the group goes on with the rows of then; way of updating, rate and step stay."""
+    tables = [uniform_table()]
+    expected = RowGroup.in_dram(tables, ADAM)
+    with open_tiered(tmp_path, tables) as group:
+        for step in range(1, 4):
+            rows = torch.arange(step, 900, 3)
+            train(group, 0, rows, step)
+            train(expected, 0, rows, step)
+        group.snapshot("then")
+        then = state_of(group)
+        train(group, 0, torch.arange(1000), 4)
+        group.set_deferred(is_deferred)
+        group.pooled(torch.arange(5), torch.arange(6), [0]).sum().backward()
+        assert group.num_pending == is_deferred
+        group.prefetch(group.dedup(torch.arange(50), torch.arange(51), [0]))
+        group.set_step(0.1, 4)
+        group.restore("then")
+        assert group.num_pending == 0
+        assert all(torch.equal(values, then[name]) for name, values in state_of(group).items())
+        expected.set_step(0.1, 4)
+        for each in (group, expected):  # without naming rate and step again
+            out = each.pooled(torch.arange(300), torch.arange(301), [0])
+            out.backward(torch.full_like(out, 0.5))
+        if is_deferred:
+            group.apply(group.take_pending())
+        assert_same_state(group, expected)
+        with pytest.raises(StorageError, match="has no snapshot 'never'; it has then"):
+            group.restore("never")
+        assert_same_state(group, expected)
+
+
 def test_a_snapshot_can_be_read_while_training_goes_on(tmp_path: Path) -> None:
     with open_tiered(tmp_path, [uniform_table()], dram_bytes=2 * KIB) as group:
         train(group, 0, torch.arange(1000))
