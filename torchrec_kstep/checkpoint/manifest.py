@@ -99,7 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
         tensors={name: _tensor_info(info) for name, info in body["tensors"].items()},
         values={name: (file, key) for name, (file, key) in body["values"].items()},
         files={name: FileInfo(**info) for name, info in body["files"].items()},
-        stores=tuple(StoreReference.of(reference) for reference in body["stores"]),
+        stores=tuple(StoreReference.of(reference) for reference in body.get("stores", ())),
     )
     _check_names(manifest, path)
     return manifest
