@@ -7,12 +7,12 @@ from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_kstep.config.schema import PlannerConfig
 from torchrec_kstep.errors import PlanError
 from torchrec_kstep.planner.checks import check_plan, check_tables, leaves_empty_shards
-from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
+from torchrec_kstep.planner.emit import KERNELS
+from torchrec_kstep.planner.tables import find_tables
 from torchrec_kstep.torchrec_seam.planning import (
     FixedPercentageStorageReservation,
     NoopEmbeddingStats,
@@ -23,7 +23,6 @@ from torchrec_kstep.torchrec_seam.planning import (
 from torchrec_kstep.units import format_bytes
 from torchrec_kstep.world import World
 
-KERNELS = {"dense": "dense", "fused": "fused", "tiered": CUSTOMIZED_KERNEL}  # of the configuration: as TorchRec calls it
 RESERVED_SHARE = 0.15  # of a rank's memory: dense parameters, activations, batches ahead
 
 
@@ -34,6 +33,7 @@ def make_plan(
     sharders: list[ModuleSharder[nn.Module]],
     batch_size: int,
     process_group: dist.ProcessGroup,
+    ranks_per_host: int | None = None,
 ) -> ShardingPlan:
     """Plans every `EmbeddingBagCollection` inside `task`. Collective: call on all ranks of `process_group`.
 
@@ -46,6 +46,7 @@ def make_plan(
         sharders: as `sharding.build_sharders` returns them.
         batch_size: rows per rank and micro-batch, for the cost estimates of `sharding=auto`.
         process_group: all ranks.
+        ranks_per_host: ranks that share a host's memory, where that is more than `world` tells: several replicas on a host.
 
     Raises:
         PlanError: no plan satisfies the constraints or fits into memory, or TorchRec would compute wrong results under it.
@@ -53,7 +54,7 @@ def make_plan(
     outcome: list[ShardingPlan | PlanError | None] = [None]
     if dist.get_rank(process_group) == 0:
         try:
-            outcome[0] = plan_alone(task, config, world, sharders, batch_size)
+            outcome[0] = plan_alone(task, config, world, sharders, batch_size, ranks_per_host=ranks_per_host)
         except PlanError as error:
             outcome[0] = error
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(process_group, 0), group=process_group)
@@ -71,6 +72,7 @@ def plan_alone(
     sharders: list[ModuleSharder[nn.Module]],
     batch_size: int,
     memory_per_rank_bytes: int | None = None,
+    ranks_per_host: int | None = None,
 ) -> ShardingPlan:
     """Plans as `make_plan` does, in this process alone. Not collective.
 
@@ -82,11 +84,12 @@ def plan_alone(
         batch_size: as in `make_plan`.
         memory_per_rank_bytes: what a rank can hold; by default what the sharders' SSD tiers can, or without such this
             machine's DRAM, divided by the ranks per host.
+        ranks_per_host: as in `make_plan`.
     """
     tables = find_tables(task)
     check_tables(tables, config)
     tier_bytes = max(getattr(sharder, "tier_bytes_per_rank", 0) for sharder in sharders)
-    memory = memory_per_rank_bytes or tier_bytes or _host_memory_bytes() // world.local_world_size
+    memory = memory_per_rank_bytes or tier_bytes or _host_memory_bytes() // (ranks_per_host or world.local_world_size)
     copies = max(getattr(sharder, "copies_per_weight", 1) for sharder in sharders)
     planner = EmbeddingShardingPlanner(
         topology=cpu_topology(world.world_size, world.local_world_size, memory // copies),
@@ -104,11 +107,6 @@ def plan_alone(
     _set_kernel(plan, KERNELS[config.kernel])
     check_plan(plan, tables)
     return plan
-
-
-def find_tables(task: nn.Module) -> dict[str, list[EmbeddingBagConfig]]:
-    """Returns the tables of every `EmbeddingBagCollection` inside `task` by the module's path."""
-    return {path: module.embedding_bag_configs() for path, module in task.named_modules() if type(module) is EmbeddingBagCollection}
 
 
 def _constraints(tables: dict[str, list[EmbeddingBagConfig]], config: PlannerConfig, world: World) -> dict[str, ParameterConstraints]:

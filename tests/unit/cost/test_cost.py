@@ -1,0 +1,190 @@
+"""The cost model against sums done by hand, and the directions in which it must move. Layer: unit."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from torchrec_kstep.cost import QUANTITIES, AccessCurve, Coefficients, Machine, StepSetup, Table, shard_work
+from torchrec_kstep.cost.price import StepTime, price
+from torchrec_kstep.cost.work import read_unit_bytes
+from torchrec_kstep.errors import TopologyError
+from torchrec_kstep.topology import ClusterTopology, Device, Drive, DrivePoint, Exchange, Host, Link, Network, Nic, NumaNode
+from torchrec_kstep.units import GIB
+
+FREE = Coefficients(lookup_id_s=0, update_row_s=0, device_shard_s=0, core_shard_s=0, tier_row_s=0, collective_s=0, device_collective_s=0)
+
+
+def cpu_host(name: str = "host", nic: float = 1e9) -> Host:
+    drive = Drive("ssd0", 10**12, (DrivePoint(4096, 128, 1e5), DrivePoint(1 << 20, 128, 2e3)), 1e9)
+    return Host(
+        name,
+        (NumaNode("numa0", 64 * GIB, 1e10, 4e9, 4),),
+        Exchange(2e9, 0.0),
+        nics=(Nic("nic0", nic),),
+        drives=(drive,),
+        links=(Link(("numa0", "nic0"), 1e11, 0.0), Link(("numa0", "ssd0"), 1e11, 0.0)),
+    )
+
+
+def cluster(num_hosts: int = 1, nic: float = 1e9) -> ClusterTopology:
+    return ClusterTopology("c", tuple(cpu_host(f"host{index}", nic) for index in range(num_hosts)), Network(0.0, 1.0))
+
+
+def table(num_rows: int = 10**6, dim: int = 64, state_bytes: int = 512, ids: float = 1.0) -> Table:
+    return Table("t", num_rows, dim, AccessCurve.zipf(num_rows, 1.05), ids, 1, state_bytes)
+
+
+def priced(machine: Machine, holders: dict[int, np.ndarray]) -> StepTime:
+    work = np.zeros((machine.num_ranks, len(QUANTITIES)))
+    for rank, vector in holders.items():
+        work[rank] += vector
+    return price(machine, work)
+
+
+def seconds(step: StepTime) -> dict[str, float]:
+    return {phase.name: phase.seconds for phase in step.phases}
+
+
+def test_a_table_on_one_of_two_ranks_by_hand() -> None:
+    """Otherwise a factor of two could hide anywhere."""
+    setup = StepSetup(1000, world_size=2, local_world_size=2, kernel="fused")
+    machine = Machine.of(cluster(), setup, coefficients=FREE)
+    work = shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=False)
+    distinct = AccessCurve.zipf(10**6, 1.05).distinct_rows(2000)
+    found = seconds(priced(machine, {0: work.vector}))
+    assert found["ids"] == pytest.approx((1000 * 8 + 1000 * 8) / 2e9)  # ids and lengths of the other rank
+    assert found["lookup"] == pytest.approx(2000 * 256 / 4e9)
+    assert found["outputs"] == pytest.approx(1000 * 256 / 2e9)
+    assert found["gradients"] == found["outputs"]
+    assert found["update"] == pytest.approx((2000 * 256 + 2 * distinct * (256 + 512)) / 4e9)
+    assert found["tiers"] == 0.0
+
+
+def test_two_ranks_share_the_memory_of_their_numa_node() -> None:
+    setup = StepSetup(1000, world_size=4, local_world_size=4, kernel="fused")
+    machine = Machine.of(cluster(), setup, coefficients=FREE)
+    work = shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=False).vector
+    one, four = seconds(priced(machine, {0: work}))["lookup"], seconds(priced(machine, dict.fromkeys(range(4), work)))["lookup"]
+    assert one == pytest.approx(4000 * 256 / 4e9)
+    assert four == pytest.approx(4 * 4000 * 256 / 1e10), "4 x 4 GB/s is more than the 10 GB/s of the memory"
+
+
+def test_reads_of_a_cold_table_are_bound_by_operations_and_shared_by_ranks() -> None:
+    """Otherwise a drive would look as fast for rows of 200 bytes as for files (what TorchRec's planner assumes)."""
+    setup = StepSetup(1000, world_size=2, local_world_size=2)
+    machine = Machine.of(cluster(), setup, coefficients=FREE)
+    work = shard_work(table(state_bytes=0), setup, "table_wise", 1, "ssd", 0, on_device=False)
+    missed = work.num_missed_rows
+    assert missed == work.num_distinct_rows
+    one = seconds(priced(machine, {0: work.vector}))["tiers"]
+    reads, writes = missed / 1e5, missed * (256 + 20) * 1.5 / 1e9
+    assert one + sum(seconds(priced(machine, {0: work.vector}))[name] for name in ("ids", "lookup", "outputs", "gradients", "update")) == (
+        pytest.approx(reads + writes, rel=1e-6)
+    ), "the chain runs inside the time of the drive"
+    both = priced(machine, {0: work.vector, 1: work.vector})
+    assert both.seconds == pytest.approx(2 * (reads + writes), rel=1e-6)
+
+
+def test_a_cache_pays_for_itself() -> None:
+    """TorchRec's planner charges 741 ms for a table on SSD whatever its cache holds."""
+    setup = StepSetup(4096, world_size=1)
+    machine = Machine.of(cluster(), setup)
+    times = [
+        priced(machine, {0: shard_work(table(10**8), setup, "table_wise", 1, "ssd", rows, on_device=False).vector}).seconds
+        for rows in (0, 10**5, 10**6, 10**7, 10**8)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 1.8 * times[-1]
+
+
+def test_without_prefetch_the_drive_is_waited_for() -> None:
+    setup = StepSetup(1000, world_size=1)
+    work = shard_work(table(), setup, "table_wise", 1, "ssd", 10**5, on_device=False).vector
+    ahead = priced(Machine.of(cluster(), setup), {0: work})
+    waiting = priced(Machine.of(cluster(), dataclasses.replace(setup, prefetch=False)), {0: work})
+    chain = sum(phase.seconds for phase in waiting.phases if phase.name != "tiers")
+    tiers = seconds(waiting)["tiers"]
+    assert waiting.seconds == pytest.approx(chain + tiers)
+    assert ahead.seconds == pytest.approx(max(chain, tiers))
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"])
+def test_faster_links_never_make_a_step_slower(sharding: str) -> None:
+    setup = StepSetup(1000, world_size=4, local_world_size=2, kernel="fused", dense_parameters=10**6)
+    num_shards = {"table_wise": 1, "table_row_wise": 2}.get(sharding, 4)
+    vector = shard_work(table(), setup, sharding, num_shards, "dram", 0, on_device=False).vector  # type: ignore[arg-type]
+    times = [priced(Machine.of(cluster(2, nic), setup), dict.fromkeys(range(num_shards), vector)).seconds for nic in (1e7, 1e8, 1e9, 1e10)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_merge_rounds_cost_less_the_rarer_they_are_and_nothing_for_one_replica() -> None:
+    """Otherwise k would be without effect, as in TorchRec's planner."""
+    times = []
+    for k in (1, 10, 100):
+        setup = StepSetup(1000, world_size=2, local_world_size=2, k=k, num_replicas=2, dense_parameters=10**6)
+        vector = shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=False).vector
+        times.append(seconds(priced(Machine.of(cluster(2), setup), {0: vector, 1: vector}))["merge"])
+    assert times == sorted(times, reverse=True)
+    assert times[2] < times[0] / 5
+    alone = StepSetup(1000, world_size=2, local_world_size=2)
+    vector = shard_work(table(), alone, "table_wise", 1, "dram", 0, on_device=False).vector
+    assert seconds(priced(Machine.of(cluster(), alone), {0: vector}))["merge"] == 0.0
+
+
+def test_replicas_count_their_work_on_their_own_hosts() -> None:
+    """One plan is carried by all replicas: the slower host sets the pace."""
+    slow = dataclasses.replace(cpu_host("host1"), numa_nodes=(NumaNode("numa0", 64 * GIB, 1e10, 1e9, 4),))
+    topology = ClusterTopology("c", (cpu_host("host0"), slow))
+    setup = StepSetup(1000, world_size=2, local_world_size=2, k=10, num_replicas=2)
+    vector = shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=False).vector
+    lookup = next(phase for phase in priced(Machine.of(topology, setup, coefficients=FREE), {0: vector}).phases if phase.name == "lookup")
+    assert lookup.bottleneck == "cores of host1/rank0"
+    assert lookup.seconds == pytest.approx(2000 * 256 / 1e9)
+
+
+def test_row_shards_split_rows_and_repeat_outputs() -> None:
+    setup = StepSetup(1000, world_size=4, local_world_size=4, kernel="fused")
+    whole = shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=False)
+    quarter = shard_work(table(), setup, "row_wise", 4, "dram", 0, on_device=False)
+    assert 4 * quarter.memory["dram_bytes"] == whole.memory["dram_bytes"]
+    assert 4 * quarter.quantities["lookup_ids"] == whole.quantities["lookup_ids"]
+    assert quarter.quantities["output_bytes"] == whole.quantities["output_bytes"], "partial sums of every bag, from every shard"
+
+
+def test_devices_fetch_what_their_cache_lacks_over_their_own_link() -> None:
+    """A rank behind a slow link must be told from the others."""
+    host = Host(
+        "host",
+        (NumaNode("numa0", 64 * GIB, 1e11, 1e10, 8),),
+        Exchange(1e9, 0.0),
+        devices=(Device("gpu0", 16 * GIB, 1e12, 5e11), Device("gpu1", 16 * GIB, 1e12, 5e11)),
+        links=(Link(("numa0", "gpu0"), 1.6e10, 0.0), Link(("numa0", "gpu1"), 2e9, 0.0)),
+    )
+    setup = StepSetup(1000, world_size=2, local_world_size=2)
+    machine = Machine.of(ClusterTopology("c", (host,)), setup, coefficients=FREE)
+    vector = shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=True).vector
+    fast, slow = priced(machine, {0: vector}).seconds, priced(machine, {1: vector}).seconds
+    assert slow == pytest.approx(8 * fast)
+
+
+def test_a_read_unit_is_that_of_the_store() -> None:
+    """The same rule as the compiled store's, whose layout is asked for here."""
+    from torchrec_kstep.storage.division import RecordLayout
+
+    for payload in (4, 64, 192, 768, 1536, 3072, 6144, 10_000):
+        layout = RecordLayout.of(payload, 64 << 20)
+        assert read_unit_bytes(layout.record_bytes) == layout.unit_bytes, payload
+
+
+def test_ranks_that_cannot_be_spread_over_the_hosts_are_refused() -> None:
+    with pytest.raises(TopologyError, match="3 hosts, over which 4 ranks cannot be spread evenly"):
+        Machine.of(cluster(3), StepSetup(10, world_size=4, local_world_size=4))
+
+
+def test_the_error_bar_is_wider_where_numbers_are_declared() -> None:
+    setup = StepSetup(1000, world_size=2, local_world_size=2)
+    vector = shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=False).vector
+    declared = priced(Machine.of(cluster(), setup), {0: vector})
+    measured = priced(Machine.of(dataclasses.replace(cluster(), is_measured=True), setup), {0: vector})
+    assert 0 < measured.error_s < declared.error_s < declared.seconds

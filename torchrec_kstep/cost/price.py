@@ -1,0 +1,64 @@
+"""From quantities to seconds: the time of a step, where it goes, and how far it may be off."""
+
+import math
+from dataclasses import dataclass
+
+from torchrec_kstep.cost.machine import TIERS, Machine, Matrix
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """One phase of a step.
+
+    Attributes:
+        name: of the phase.
+        seconds: that it takes.
+        bottleneck: the resource that is busy longest, "" where nothing but a fixed time counts.
+        is_hidden: whether it runs beside the other phases and ends before them.
+    """
+
+    name: str
+    seconds: float
+    bottleneck: str
+    is_hidden: bool = False
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted step.
+
+    Attributes:
+        seconds: of the whole step.
+        error_s: one standard deviation of it.
+        phases: in order; those that are not hidden add up to `seconds`.
+    """
+
+    seconds: float
+    error_s: float
+    phases: tuple[PhaseTime, ...]
+
+
+def price(machine: Machine, work: Matrix) -> StepTime:
+    """Prices the quantities of all ranks, `[ranks, QUANTITIES]`."""
+    chain: list[PhaseTime] = []
+    tiers = PhaseTime(TIERS, 0.0, "")
+    for phase in machine.phases:
+        loads = phase.loads_s(work)
+        busiest = int(loads.argmax()) if loads.size else -1
+        seconds = phase.fixed_s + (float(loads[busiest]) if loads.size else 0.0)
+        time = PhaseTime(phase.name, seconds, phase.resources[busiest] if loads.size and loads[busiest] > 0 else "")
+        if phase.name == TIERS:
+            tiers = time
+        else:
+            chain.append(time)
+    chain_s = sum(time.seconds for time in chain)
+    if machine.prefetch and tiers.seconds > chain_s:
+        # The chain runs inside the time of the tiers; what is left is the wait for them.
+        waiting = PhaseTime(TIERS, tiers.seconds - chain_s, tiers.bottleneck)
+    else:
+        waiting = PhaseTime(TIERS, tiers.seconds, tiers.bottleneck, is_hidden=machine.prefetch)
+    phases = (*chain, waiting)
+    seconds = sum(time.seconds for time in phases if not time.is_hidden)
+    relative = machine.coefficients.measured_error if machine.is_measured else machine.coefficients.declared_error
+    error_s = relative * math.sqrt(sum(time.seconds**2 for time in phases if not time.is_hidden))
+    return StepTime(seconds, error_s, phases)

@@ -1,0 +1,291 @@
+"""The work of one shard of a table in one step, in bytes and counts: what has to be done, not how long it takes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_kstep.cost.access import AccessCurve
+
+Tier = Literal["device", "dram", "ssd"]
+Sharding = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"]
+Kernel = Literal["dense", "fused", "tiered"]
+
+# What a shard does to the rank that holds it. Exchanges are counted towards ONE other rank: all ranks have equal batches.
+QUANTITIES = (
+    "lookup_ids",  # ids looked up
+    "lookup_bytes",  # rows brought up from the memory they are computed in
+    "update_rows",  # different rows updated
+    "update_bytes",  # gradients read, records read and written
+    "shards",  # 1
+    "id_bytes",  # ids that each rank sends here
+    "output_bytes",  # pooled rows sent from here to each rank, and as many gradients back
+    "host_output_bytes",  # the same, to ranks of this host only
+    "lane_output_bytes",  # the same, to the rank of equal local rank on each other host only
+    "all_reduce_bytes",  # gradients of a replicated table, summed over all ranks
+    "fetch_bytes",  # rows that cross from DRAM to the device, and as many back
+    "drive_reads",  # reads from drives
+    "drive_read_bytes",
+    "drive_write_bytes",
+    "tier_rows",  # rows admitted into and evicted from a cache over a drive
+    "merge_bytes",  # sent to each other replica, per step on average
+)
+MEMORIES = ("device_bytes", "dram_bytes", "ssd_bytes")
+
+ID_BYTES = 8
+LENGTH_BYTES = 8
+VALUE_BYTES = 4
+RECORD_HEADER_BYTES = 20  # row_id, table_id, epoch and checksum of a record on a drive
+SLOT_OVERHEAD_BYTES = 48  # of a cached row
+INDEX_BYTES_PER_ROW = 4.0  # DRAM that finds a row on a drive
+PAGE_BYTES = 4096
+MAX_PADDING = 0.15  # of a read unit
+SPACE_FACTOR = 1.5  # bytes on a drive over bytes of current rows
+WRITE_AMPLIFICATION = 1.5  # bytes written over bytes of evicted rows: the cleaner copies live rows
+
+Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table and how it is used.
+
+    Attributes:
+        name: of the table.
+        num_rows: rows.
+        dim: columns.
+        curve: how often which rows are asked for.
+        ids_per_sample: ids of all its features in one row of data.
+        num_features: features that read it.
+        state_bytes: optimizer state of one row, beside its weights.
+    """
+
+    name: str
+    num_rows: int
+    dim: int
+    curve: AccessCurve = field(compare=False, repr=False)
+    ids_per_sample: float = 1.0
+    num_features: int = 1
+    state_bytes: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Weights of one row."""
+        return self.dim * VALUE_BYTES
+
+    @property
+    def record_bytes(self) -> int:
+        """Weights and optimizer state of one row."""
+        return self.row_bytes + self.state_bytes
+
+
+@dataclass(frozen=True)
+class StepSetup:
+    """What a step is, the same for all tables.
+
+    Attributes:
+        batch_size: rows of data per rank.
+        world_size: ranks that share one replica of the model.
+        local_world_size: of them, on one host.
+        kernel: how rows are updated.
+        dense_passes: times that a dense kernel's update goes over a whole table, gradients included.
+        dense_copies: values that a dense kernel keeps per weight.
+        k: steps between merge rounds; 0 where there is one replica.
+        num_replicas: whole copies of the model.
+        merge_states: values per weight sent in a merge round: 1 for weights alone, 3 with both moments.
+        dense_parameters: of the dense layers.
+        flops_per_sample: of the dense layers, forward and backward.
+        prefetch: whether rows come up from drives, and across to devices, while earlier steps compute.
+    """
+
+    batch_size: int
+    world_size: int = 1
+    local_world_size: int = 1
+    kernel: Kernel = "tiered"
+    dense_passes: int = 8
+    dense_copies: int = 4
+    k: int = 0
+    num_replicas: int = 1
+    merge_states: int = 1
+    dense_parameters: int = 0
+    flops_per_sample: float = 0.0
+    prefetch: bool = True
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of one replica."""
+        return self.world_size // self.local_world_size
+
+
+@dataclass(frozen=True)
+class ShardWork:
+    """One shard in one step. All shards of a table are alike.
+
+    Attributes:
+        quantities: by the names of `QUANTITIES`; those left out are 0.
+        memory: by the names of `MEMORIES`; those left out are 0.
+        num_missed_rows: rows per step that its cache did not hold.
+        num_distinct_rows: different rows per step.
+    """
+
+    quantities: Mapping[str, float]
+    memory: Mapping[str, float]
+    num_missed_rows: float = 0.0
+    num_distinct_rows: float = 0.0
+
+    @cached_property
+    def vector(self) -> Vector:
+        """`[QUANTITIES]`."""
+        return np.array([self.quantities.get(name, 0.0) for name in QUANTITIES])
+
+    @cached_property
+    def memory_vector(self) -> Vector:
+        """`[MEMORIES]`."""
+        return np.array([self.memory.get(name, 0.0) for name in MEMORIES])
+
+
+def shard_work(
+    table: Table, setup: StepSetup, sharding: Sharding, num_shards: int, tier: Tier, cached_rows: float, on_device: bool
+) -> ShardWork:
+    """The work of one of `num_shards` shards.
+
+    Hot rows are taken to be spread evenly over row shards, as hashed ids are.
+
+    Args:
+        table: the table.
+        setup: the step.
+        sharding: how the table is cut.
+        num_shards: into how many parts; for a replicated table, on how many ranks.
+        tier: where its rows rest.
+        cached_rows: rows of the whole table that the tier above holds; without meaning for the highest tier.
+        on_device: whether the rank computes on a device; else on cores.
+    """
+    is_cut_by_rows = sharding in ("row_wise", "table_row_wise")
+    is_replica = sharding == "data_parallel"
+    rows_share = 1 / num_shards if is_cut_by_rows else 1.0
+    columns_share = 1 / num_shards if sharding == "column_wise" else 1.0
+    samples = setup.batch_size * (1 if is_replica else setup.world_size)
+    draws = samples * table.ids_per_sample
+    distinct = table.curve.distinct_rows(draws) * rows_share
+    row_bytes, record_bytes = table.row_bytes * columns_share, table.record_bytes * columns_share
+    ids = draws * rows_share
+    quantities: dict[str, float] = {
+        "lookup_ids": ids,
+        "lookup_bytes": ids * row_bytes,
+        "update_rows": distinct,
+        "update_bytes": _update_bytes(table, setup, ids, distinct, row_bytes, record_bytes, rows_share * columns_share, is_replica),
+        "shards": 1.0,
+        **_exchange_bytes(table, setup, sharding, row_bytes, rows_share),
+    }
+    missed = 0.0
+    if _has_cache(tier, on_device):
+        missed = table.curve.missed_rows(draws, cached_rows) * rows_share
+        quantities |= tier_quantities(tier, missed, distinct, record_bytes, on_device)
+    if setup.k:
+        quantities["merge_bytes"] = merge_bytes(table, setup, draws, row_bytes, rows_share)
+    memory = memory_bytes(table, setup, tier, cached_rows * rows_share, rows_share, columns_share, on_device)
+    return ShardWork(quantities, memory, missed, distinct)
+
+
+def _has_cache(tier: Tier, on_device: bool) -> bool:
+    return tier == "ssd" or (tier == "dram" and on_device)
+
+
+def _exchange_bytes(table: Table, setup: StepSetup, sharding: Sharding, row_bytes: float, rows_share: float) -> dict[str, float]:
+    """Ids towards this shard, pooled rows away from it; gradients come back the way that pooled rows went.
+
+    Row-wise shards send partial sums of every bag, so that together they send as often as there are shards. Over several hosts,
+    `table_row_wise` sums inside the host first and sends the sums along lanes of equal local rank.
+    """
+    if sharding == "data_parallel":
+        return {"all_reduce_bytes": float(table.num_rows * table.row_bytes)}
+    bags = setup.batch_size * table.num_features
+    ids = setup.batch_size * table.ids_per_sample * rows_share * ID_BYTES + bags * LENGTH_BYTES
+    pooled = bags * row_bytes
+    if sharding == "table_row_wise" and setup.num_hosts > 1:
+        return {"id_bytes": ids, "host_output_bytes": pooled * setup.num_hosts, "lane_output_bytes": pooled}
+    return {"id_bytes": ids, "output_bytes": pooled}
+
+
+def _update_bytes(
+    table: Table,
+    setup: StepSetup,
+    ids: float,
+    distinct: float,
+    row_bytes: float,
+    record_bytes: float,
+    share: float,
+    is_replica: bool,
+) -> float:
+    """Memory traffic of backward and optimizer.
+
+    Dense kernels go over the whole shard several times in every step; the others read the gradient of each id, then read and
+    write the records of the rows that were met.
+    """
+    if setup.kernel == "dense" or is_replica:
+        return table.num_rows * table.row_bytes * share * setup.dense_passes + ids * row_bytes
+    return ids * row_bytes + 2 * distinct * record_bytes
+
+
+def tier_quantities(tier: Tier, missed_rows: float, distinct_rows: float, record_bytes: float, on_device: bool) -> dict[str, float]:
+    """Traffic between the tiers: each missed row comes up, and as many changed ones go down in exchange.
+
+    A table on SSD has its cache in DRAM, so that every row of a batch crosses to the device and back.
+    """
+    quantities: dict[str, float] = {}
+    if on_device:
+        quantities["fetch_bytes"] = (missed_rows if tier == "dram" else distinct_rows) * record_bytes
+    if tier == "ssd":
+        stored = record_bytes + RECORD_HEADER_BYTES
+        quantities["drive_reads"] = missed_rows
+        quantities["drive_read_bytes"] = missed_rows * read_unit_bytes(stored)
+        quantities["drive_write_bytes"] = missed_rows * stored * WRITE_AMPLIFICATION
+        quantities["tier_rows"] = missed_rows
+    return quantities
+
+
+def read_unit_bytes(stored_bytes: float) -> int:
+    """What one read fetches: the fewest pages that records of this size fill up to 15 %."""
+    size = math.ceil(stored_bytes)
+    for num_pages in range(1, 65):
+        unit = num_pages * PAGE_BYTES
+        num_records = unit // size
+        if num_records and unit - num_records * size <= MAX_PADDING * unit:
+            return unit
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def merge_bytes(table: Table, setup: StepSetup, draws: float, row_bytes: float, rows_share: float) -> float:
+    """Sent to each other replica per step: rows touched since the last round, to their owner and, merged, back to all.
+
+    A replica sends its touched rows to owners spread over all replicas, 1/N of them to each; owners send the union of what all
+    replicas touched to each.
+    """
+    if setup.num_replicas < 2:
+        return 0.0
+    touched = table.curve.distinct_rows(draws * setup.k) * rows_share
+    union = table.curve.distinct_rows(draws * setup.k * setup.num_replicas) * rows_share
+    values = row_bytes * setup.merge_states + ID_BYTES
+    return (touched + union) / setup.num_replicas * values / setup.k
+
+
+def memory_bytes(
+    table: Table, setup: StepSetup, tier: Tier, cached_rows: float, rows_share: float, columns_share: float, on_device: bool
+) -> dict[str, float]:
+    """Bytes that the shard takes in each tier."""
+    rows = table.num_rows * rows_share
+    record = table.record_bytes * columns_share
+    if setup.kernel == "dense":
+        whole = rows * table.row_bytes * columns_share * setup.dense_copies
+        return {"device_bytes" if on_device else "dram_bytes": whole}
+    slots = min(cached_rows, rows) * (record + SLOT_OVERHEAD_BYTES)
+    if tier == "device":
+        return {"device_bytes": rows * record}
+    if tier == "dram":
+        return {"dram_bytes": rows * record} | ({"device_bytes": slots} if on_device else {})
+    stored = rows * (record + RECORD_HEADER_BYTES) * SPACE_FACTOR
+    return {"ssd_bytes": stored, "dram_bytes": slots + rows * INDEX_BYTES_PER_ROW}

@@ -1,0 +1,162 @@
+"""Tables, what may be done with each, and the price of doing it to all of them together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_kstep.cost import MEMORIES, QUANTITIES, Machine, ShardWork
+from torchrec_kstep.cost.machine import TIERS, Matrix
+from torchrec_kstep.cost.work import Sharding, Tier, Vector
+
+_CACHED_BYTES = 600 << 20  # loads of options kept for reuse
+_TIE_SHARE = 1e-4  # weight of the mean load beside the longest: of two placements as fast, the one with less work
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to place a table.
+
+    Attributes:
+        sharding: how it is cut.
+        ranks: of the shards, in order; a rank of one replica.
+        tier: where rows rest.
+        cached_rows: of the whole table, in the tier above.
+        work: of each shard.
+    """
+
+    sharding: Sharding
+    ranks: tuple[int, ...]
+    tier: Tier
+    cached_rows: float
+    work: ShardWork = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class TableClass:
+    """Tables that are alike in all that counts, and their options.
+
+    Attributes:
+        tables: their indexes.
+        options: at least one.
+    """
+
+    tables: tuple[int, ...]
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A price; smaller is better, overflow first.
+
+    Attributes:
+        overflow: bytes that do not fit, each pool's over its capacity, added up.
+        step_s: predicted seconds of a step.
+        tie_s: breaks ties: a small part of the mean load.
+    """
+
+    overflow: float
+    step_s: float
+    tie_s: float
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Orders scores."""
+        return (round(self.overflow, 12), self.step_s + self.tie_s)
+
+
+class Problem:
+    """Prices assignments: for each table the index of one option of its class.
+
+    Args:
+        machine: where tables are placed.
+        classes: every table belongs to one.
+    """
+
+    def __init__(self, machine: Machine, classes: Sequence[TableClass]) -> None:
+        """Lays out the resources of all phases in one row."""
+        self.machine = machine
+        self.classes = tuple(classes)
+        self.num_tables = sum(len(group.tables) for group in classes)
+        self.class_of = np.zeros(self.num_tables, dtype=np.int64)
+        for index, group in enumerate(classes):
+            self.class_of[list(group.tables)] = index
+        self._phases = [phase for phase in machine.phases if phase.resources]
+        self._starts = np.cumsum([0] + [len(phase.resources) for phase in self._phases])[:-1]
+        self._is_tiers = np.array([phase.name == TIERS for phase in self._phases])
+        self._fixed = np.array([phase.fixed_s for phase in self._phases])
+        self.fixed_s = sum(phase.fixed_s for phase in machine.phases if not phase.resources)
+        self.base_loads: Vector = np.concatenate([phase.base_s for phase in self._phases]) if self._phases else np.zeros(0)
+        self.capacities = np.maximum(machine.capacities_bytes, 1.0)
+        self._cache: dict[int, tuple[Matrix, Matrix]] = {}
+        self._cached_bytes = 0
+
+    def tables_of(self, index: int) -> tuple[Matrix, Matrix]:
+        """Returns the loads, `[options, resources]` in seconds, and the pool use, `[options, pools]` in bytes, of a class."""
+        known = self._cache.get(index)
+        if known is not None:
+            return known
+        options = self.classes[index].options
+        loads = np.zeros((len(options), self.base_loads.size))
+        use = np.zeros((len(options), self.capacities.size))
+        by_work: dict[int, list[int]] = {}
+        for position, option in enumerate(options):
+            by_work.setdefault(id(option.work), []).append(position)
+        for positions in by_work.values():
+            work = options[positions[0]].work
+            parts = [phase.loads_by_rank_s(work.vector) for phase in self._phases]
+            of_rank = np.concatenate(parts, axis=1) if parts else np.zeros((self.machine.num_ranks, 0))
+            use_of_rank = self.machine.pool_use_by_rank(work.memory_vector)
+            for position in positions:
+                ranks = list(options[position].ranks)
+                loads[position] = of_rank[ranks].sum(axis=0)
+                use[position] = use_of_rank[ranks].sum(axis=0)
+        if self._cached_bytes + loads.nbytes <= _CACHED_BYTES:
+            self._cache[index] = (loads, use)
+            self._cached_bytes += loads.nbytes
+        return loads, use
+
+    def totals(self, choice: npt.NDArray[np.int64]) -> tuple[Vector, Vector]:
+        """Adds up the loads and the pool use of an assignment."""
+        loads, use = self.base_loads.copy(), np.zeros(self.capacities.size)
+        for index, group in enumerate(self.classes):
+            own_loads, own_use = self.tables_of(index)
+            counts = np.bincount(choice[list(group.tables)], minlength=len(group.options))
+            loads += counts @ own_loads
+            use += counts @ own_use
+        return loads, use
+
+    def score(self, choice: npt.NDArray[np.int64]) -> Score:
+        """Prices an assignment."""
+        loads, use = self.totals(choice)
+        step_s, tie_s = self.step_seconds(loads[None])
+        return Score(float(self.overflow(use[None])[0]), float(step_s[0]), float(tie_s[0]))
+
+    def step_seconds(self, loads: Matrix) -> tuple[Vector, Vector]:
+        """Seconds of a step and the tie breaker for each row of `[n, resources]`."""
+        if not self._phases:
+            return np.full(loads.shape[0], self.fixed_s), np.zeros(loads.shape[0])
+        phases = np.maximum.reduceat(loads, self._starts, axis=1) + self._fixed
+        chain = phases[:, ~self._is_tiers].sum(axis=1) + self.fixed_s
+        tiers = phases[:, self._is_tiers].sum(axis=1)
+        step = np.maximum(chain, tiers) if self.machine.prefetch else chain + tiers
+        # Where drives wait on the chain or the chain on drives, the one that is hidden still breaks ties.
+        tie = _TIE_SHARE * (loads.mean(axis=1) + np.minimum(chain, tiers))
+        return step, tie
+
+    def overflow(self, use: Matrix) -> Vector:
+        """Bytes above capacity over capacity, added up over pools, for each row of `[n, pools]`."""
+        above: Vector = np.maximum(use / self.capacities - 1.0, 0.0).sum(axis=1)
+        return above
+
+    def work_of(self, choice: npt.NDArray[np.int64]) -> tuple[Matrix, Matrix]:
+        """Quantities and memory of all ranks, `[ranks, QUANTITIES]` and `[ranks, MEMORIES]`."""
+        work = np.zeros((self.machine.num_ranks, len(QUANTITIES)))
+        memory = np.zeros((self.machine.num_ranks, len(MEMORIES)))
+        for table, position in enumerate(choice):
+            option = self.classes[self.class_of[table]].options[position]
+            for rank in option.ranks:
+                work[rank] += option.work.vector
+                memory[rank] += option.work.memory_vector
+        return work, memory

@@ -1,0 +1,79 @@
+"""Chooses the search by the size of the problem, and says how far from the best its result can be."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_kstep.planner.search.exhaustive import exhaustive, num_assignments
+from torchrec_kstep.planner.search.local import complete, improved, improved_by_pairs, rounded
+from torchrec_kstep.planner.search.problem import Problem, Score
+from torchrec_kstep.planner.search.program import ProgramResult, solve_program
+
+_MAX_EXHAUSTIVE = 4096  # assignments
+_MAX_EXACT = 500  # options of all tables together, for the program with integers
+_MAX_BOUND = 60_000  # (class, option) pairs, for the program without
+_MAX_PAIRS = 12  # tables, for moves of two at once
+_MANY_RANKS = 32
+_SWEEPS, _SWEEPS_MANY_RANKS = 12, 2
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a search found.
+
+    Attributes:
+        choice: option of each table.
+        score: its price.
+        bound_s: no placement that fits has a shorter step; 0 where no bound was computed.
+        method: "exhaustive", "exact", "bounded" or "greedy".
+    """
+
+    choice: npt.NDArray[np.int64]
+    score: Score
+    bound_s: float
+    method: str
+
+    @property
+    def gap(self) -> float:
+        """Upper bound on (step - best step) / best step; infinite without a bound."""
+        if self.bound_s <= 0:
+            return float("inf")
+        return max(self.score.step_s / self.bound_s - 1, 0.0)
+
+
+def solve(problem: Problem) -> Solution:
+    """Searches for the placement with the shortest step. The same problem always gives the same answer.
+
+    Small problems are solved exactly: by pricing every assignment, or by a mixed-integer program. Larger ones start from the
+    program without integers, whose value is also the bound, are rounded and improved table by table. The largest are placed
+    greedily and improved, without a bound.
+    """
+    if num_assignments(problem) <= _MAX_EXHAUSTIVE:
+        choice = exhaustive(problem)
+        score = problem.score(choice)
+        return Solution(choice, score, score.step_s, "exhaustive")
+    start = np.full(problem.num_tables, -1, dtype=np.int64)
+    candidates = [_polished(problem, complete(problem, start))]
+    num_options = sum(len(group.options) * len(group.tables) for group in problem.classes)
+    num_columns = sum(len(group.options) for group in problem.classes)
+    found: ProgramResult | None = None
+    method = "greedy"
+    if num_options <= _MAX_EXACT:
+        found, method = solve_program(problem, integers=True), "exact"
+        if not found.is_optimal:
+            method = "bounded"
+    elif num_columns <= _MAX_BOUND:
+        found, method = solve_program(problem, integers=False), "bounded"
+    if found is not None and found.counts is not None:
+        candidates.append(_polished(problem, rounded(problem, found.counts)))
+    choice = min(candidates, key=lambda candidate: problem.score(candidate).key)
+    bound_s = 0.0 if found is None or found.is_infeasible else found.bound_s
+    return Solution(choice, problem.score(choice), bound_s, method)
+
+
+def _polished(problem: Problem, choice: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    choice = improved(problem, choice, _SWEEPS_MANY_RANKS if problem.machine.num_ranks > _MANY_RANKS else _SWEEPS)
+    if problem.num_tables <= _MAX_PAIRS:
+        choice = improved(problem, improved_by_pairs(problem, choice, max_moves=20), _SWEEPS)
+    return choice

@@ -1,0 +1,298 @@
+"""`TopologyShardingPlanner`: from a module and a description of machines to an ordinary `ShardingPlan` with its prediction."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingPlanner
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from torchrec_kstep._version import __version__
+from torchrec_kstep.config.suggest import did_you_mean
+from torchrec_kstep.cost import AccessCurve, Coefficients, Machine, StepSetup, Table
+from torchrec_kstep.cost.price import price
+from torchrec_kstep.cost.work import SLOT_OVERHEAD_BYTES
+from torchrec_kstep.errors import PlanError
+from torchrec_kstep.planner.checks import check_plan
+from torchrec_kstep.planner.emit import sharding_plan
+from torchrec_kstep.planner.misfit import misfit_text
+from torchrec_kstep.planner.options import Wishes, classes_of
+from torchrec_kstep.planner.placement import PlacedTable, Placement, PoolUse
+from torchrec_kstep.planner.plan_cache import PlanCache
+from torchrec_kstep.planner.search import Problem, Solution, solve
+from torchrec_kstep.planner.tables import find_tables, fusion_of, wishes_of
+from torchrec_kstep.topology import ClusterTopology
+
+DEFAULT_ZIPF_EXPONENT = 1.05
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run, as far as a plan depends on it.
+
+    Attributes:
+        batch_size: rows of data per rank.
+        world_size: ranks that share one replica.
+        local_world_size: of them, on one host.
+        kernel: "dense", "fused" or "tiered".
+        k: steps between merge rounds; 0 for one replica.
+        num_replicas: whole copies of the model.
+        threads_per_rank: cores that a rank computes with.
+        dram_bytes_per_host: DRAM for rows; None: what a host has, without a reserve.
+        ssd_bytes_per_host: space for rows on drives; None: all of it. 0: none.
+        prefetch: whether rows come up ahead.
+        zipf_exponent: of tables without a curve of their own.
+    """
+
+    batch_size: int
+    world_size: int = 1
+    local_world_size: int = 1
+    kernel: str = "tiered"
+    k: int = 0
+    num_replicas: int = 1
+    threads_per_rank: float = 1.0
+    dram_bytes_per_host: int | None = None
+    ssd_bytes_per_host: int | None = None
+    prefetch: bool = True
+    zipf_exponent: float = DEFAULT_ZIPF_EXPONENT
+
+
+class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRec carries no type information
+    """Places tables by what a step will take on a known machine.
+
+    It stands where TorchRec's `EmbeddingShardingPlanner` does and honours its `ParameterConstraints`, but searches by itself: upstream
+    prices each option before it has ranks, which cannot tell a slow rank from a fast one, and places tables one proposal at a time.
+    The reasons are in `docs/planner.md`.
+
+    Attributes:
+        placement: of the last plan made here, with its prediction; None before, and on ranks that received their plan.
+    """
+
+    def __init__(
+        self,
+        topology: ClusterTopology,
+        job: Job,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        curves: Mapping[str, AccessCurve] | None = None,
+        coefficients: Coefficients | None = None,
+        cache_folder: Path | None = None,
+        callbacks: Sequence[Callable[[Placement], None]] = (),
+    ) -> None:
+        """Keeps what plans are made from.
+
+        Args:
+            topology: the machines.
+            job: ranks, replicas, batch, kernel, memory.
+            constraints: by table, as TorchRec's planner takes them.
+            curves: how often which rows are asked for, by table; others follow `job.zipf_exponent`.
+            coefficients: of the software.
+            cache_folder: where plans are kept; the same task on the same machines is then planned once.
+            callbacks: called with each placement that was made or found.
+        """
+        self.topology, self.job = topology, job
+        self.constraints = dict(constraints or {})
+        self.placement: Placement | None = None
+        self._curves = dict(curves or {})
+        self._coefficients = coefficients or Coefficients()
+        self._cache = None if cache_folder is None else PlanCache(cache_folder)
+        self._callbacks = tuple(callbacks)
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """Plans in this process alone.
+
+        Raises:
+            PlanError: a constraint cannot be met or names no table, or the tables do not fit: which, where, by how much, and what would.
+            TopologyError: the machines do not take the ranks.
+        """
+        tables = find_tables(module)
+        placement = self.place(module, tables, sharders)
+        plan = sharding_plan(placement, "cuda" if self.topology.hosts[0].devices else "cpu")
+        check_plan(plan, tables)
+        self.placement = placement
+        for callback in self._callbacks:
+            callback(placement)
+        return plan
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """Plans on rank 0; the plan, or the error, is what every rank of `pg` (default: all) returns or raises. Collective."""
+        group = pg or dist.GroupMember.WORLD
+        outcome: list[ShardingPlan | PlanError | None] = [None]
+        if dist.get_rank(group) == 0:
+            try:
+                outcome[0] = self.plan(module, sharders or [])
+            except PlanError as error:
+                outcome[0] = error
+        dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
+        if isinstance(outcome[0], PlanError):
+            raise outcome[0]
+        return outcome[0]
+
+    def place(
+        self, module: nn.Module, tables: Mapping[str, Sequence[EmbeddingBagConfig]], sharders: Sequence[ModuleSharder[nn.Module]]
+    ) -> Placement:
+        """As `plan`, but returns the placement, and keeps nothing."""
+        self._check_constraints(tables)
+        fusion = fusion_of(sharders, self.job.kernel)
+        setup = self.setup(module, fusion.copies_per_weight)
+        named = [(path, config) for path, configs in tables.items() for config in configs]
+        uniform: dict[int, AccessCurve] = {}
+        priced = [self._table(config, fusion.state_bytes(config.embedding_dim), uniform) for _, config in named]
+        wishes = [self._wishes(path, config, tables, sharders) for path, config in named]
+        key = self._key(setup, named, priced, wishes)
+        if self._cache is not None and (known := self._cache.read(key)) is not None:
+            return known
+        machine = self.machine(setup)
+        problem = Problem(machine, classes_of(priced, setup, wishes, machine.on_device))
+        solution = solve(problem)
+        if solution.score.overflow > 0:
+            raise PlanError(misfit_text(problem, solution, [table.name for table in priced], self.topology, self.job.kernel))
+        placement = self._placement(key, named, priced, problem, solution)
+        if self._cache is not None:
+            self._cache.write(placement)
+        return placement
+
+    def setup(self, module: nn.Module, copies_per_weight: int) -> StepSetup:
+        """What a step of `module` is; its parameters outside of tables make up the dense part."""
+        tables = {id(parameter) for name, parameter in module.named_parameters() if "embedding_bags." in name}
+        dense = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in tables)
+        job = self.job
+        return StepSetup(
+            batch_size=job.batch_size,
+            world_size=job.world_size,
+            local_world_size=job.local_world_size,
+            kernel=job.kernel,  # type: ignore[arg-type]  # checked where kernels are looked up
+            dense_passes=2 * copies_per_weight,
+            dense_copies=copies_per_weight,
+            k=job.k,
+            num_replicas=job.num_replicas,
+            dense_parameters=dense,
+            flops_per_sample=6.0 * dense,
+            prefetch=job.prefetch,
+        )
+
+    def machine(self, setup: StepSetup) -> Machine:
+        """The machines in numbers."""
+        return Machine.of(
+            self.topology,
+            setup,
+            threads_per_rank=self.job.threads_per_rank,
+            dram_bytes_per_host=self.job.dram_bytes_per_host,
+            ssd_bytes_per_host=self.job.ssd_bytes_per_host,
+            coefficients=self._coefficients,
+        )
+
+    def _table(self, config: EmbeddingBagConfig, state_bytes: int, zipf: dict[int, AccessCurve]) -> Table:
+        constraint = self.constraints.get(config.name)
+        curve = self._curves.get(config.name)
+        if curve is None:
+            curve = zipf.setdefault(config.num_embeddings, AccessCurve.zipf(config.num_embeddings, self.job.zipf_exponent))
+        factors = [1.0] * config.num_features() if constraint is None else list(constraint.pooling_factors)
+        if len(factors) == 1:
+            factors *= config.num_features()
+        poolings = (constraint.num_poolings if constraint is not None else None) or [1.0] * len(factors)
+        ids = sum(factor * pooling for factor, pooling in zip(factors, poolings, strict=True))
+        return Table(config.name, config.num_embeddings, config.embedding_dim, curve, ids, config.num_features(), state_bytes)
+
+    def _wishes(
+        self,
+        path: str,
+        config: EmbeddingBagConfig,
+        tables: Mapping[str, Sequence[EmbeddingBagConfig]],
+        sharders: Sequence[ModuleSharder[nn.Module]],
+    ) -> Wishes:
+        has_drives = bool(self.topology.hosts[0].drives) and self.job.ssd_bytes_per_host != 0
+        return wishes_of(
+            config,
+            self.constraints.get(config.name),
+            tables[path],
+            sharders,
+            kernel=self.job.kernel,
+            on_device=bool(self.topology.hosts[0].devices),
+            has_drives=has_drives,
+            world_size=self.job.world_size,
+            local_world_size=self.job.local_world_size,
+        )
+
+    def _check_constraints(self, tables: Mapping[str, Sequence[EmbeddingBagConfig]]) -> None:
+        names = [config.name for configs in tables.values() for config in configs]
+        if not names:
+            raise PlanError("the task holds no EmbeddingBagCollection: there is nothing to shard")
+        unknown = [name for name in self.constraints if name not in names]
+        if unknown:
+            raise PlanError(f"constraints name a table {unknown[0]!r} that the task does not have; {did_you_mean(unknown[0], names)}")
+
+    def _key(
+        self, setup: StepSetup, named: Sequence[tuple[str, EmbeddingBagConfig]], priced: Sequence[Table], wishes: Sequence[Wishes]
+    ) -> str:
+        """A hash over everything that the plan depends on."""
+        digest = hashlib.sha256()
+        curves: dict[int, bytes] = {}
+        parts: list[object] = [__version__, self.topology.fingerprint, self.job, setup, self._coefficients]
+        for (path, _), table, wish in zip(named, priced, wishes, strict=True):
+            curve = curves.setdefault(
+                id(table.curve), hashlib.sha256(table.curve.num_rows.tobytes() + table.curve.probability.tobytes()).digest()
+            )
+            parts.append((path, table, curve, wish))
+        for part in parts:
+            digest.update(repr(part).encode())
+        return digest.hexdigest()[:32]
+
+    def _placement(
+        self,
+        key: str,
+        named: Sequence[tuple[str, EmbeddingBagConfig]],
+        priced: Sequence[Table],
+        problem: Problem,
+        solution: Solution,
+    ) -> Placement:
+        work, memory = problem.work_of(solution.choice)
+        placed = []
+        for index, ((path, config), table) in enumerate(zip(named, priced, strict=True)):
+            option = problem.classes[problem.class_of[index]].options[solution.choice[index]]
+            rows_share = 1 / len(option.ranks) if option.sharding in ("row_wise", "table_row_wise") else 1.0
+            columns_share = 1 / len(option.ranks) if option.sharding == "column_wise" else 1.0
+            record = table.record_bytes * columns_share
+            is_top = option.tier == ("device" if problem.machine.on_device else "dram")
+            cached = table.num_rows if is_top else option.cached_rows
+            placed.append(
+                PlacedTable(
+                    path=path,
+                    name=config.name,
+                    num_rows=table.num_rows,
+                    dim=table.dim,
+                    sharding=option.sharding,
+                    ranks=option.ranks,
+                    tier=option.tier,
+                    cached_rows=float(cached),
+                    cache_bytes=round(cached * rows_share * (record + SLOT_OVERHEAD_BYTES)),
+                    hit_rate=table.curve.hit_rate(cached),
+                    missed_rows=option.work.num_missed_rows,
+                    bytes_per_rank=round(table.num_rows * rows_share * record),
+                )
+            )
+        used = problem.machine.pool_use(memory)
+        pools = [PoolUse(pool.name, float(use), pool.capacity_bytes) for pool, use in zip(problem.machine.pools, used, strict=True)]
+        gap = solution.gap
+        return Placement(
+            key=key,
+            topology=self.topology.name,
+            world_size=self.job.world_size,
+            local_world_size=self.job.local_world_size,
+            kernel=self.job.kernel,
+            k=self.job.k,
+            num_replicas=self.job.num_replicas,
+            tables=tuple(placed),
+            step=price(problem.machine, work),
+            pools=tuple(pools),
+            method=solution.method,
+            gap=gap if gap != float("inf") else -1.0,
+        )
