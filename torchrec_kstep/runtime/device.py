@@ -21,7 +21,7 @@ def choose_device(name: str, world: World) -> torch.device:
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if world.local_rank >= num_devices:
         found = f"sees {num_devices} of them" if num_devices else "sees none"
-        build = "" if torch.backends.cuda.is_built() else f", and torch {torch.__version__} is built without CUDA"
+        build = "" if torch.version.cuda else f", and torch {torch.__version__} is built without CUDA"
         raise ConfigError(
             f"train.device={name}: rank {world.rank} needs CUDA device {world.local_rank} of its host but {found}{build}; "
             "choose train.device=cpu, or start at most one rank per device"
