@@ -14,7 +14,7 @@ eps to the uncorrected root). L2 is lazy: an absent row does not decay.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
@@ -23,6 +23,8 @@ from torchrec_kstep.errors import ConfigError
 BiasCorrection = Literal["global", "row"]
 TouchTracking = Literal["none", "count", "base"]
 FieldType = Literal["f32", "i32"]
+
+MAX_TRACKERS = 3
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,14 @@ class _RowOptimizerSpec:
         clip: row-wise clip, or None.
         touches: what a row remembers for merge rounds: "none", "count" (an int32 field `touches`: updates since it was last
             cleared) or "base" (also the weights before the first of those updates, in a field `base`).
+        num_trackers: 1 to 3 such counters, `touches`, `touches_1`, `touches_2`: one per merge period of the states.
     """
 
     lr: float
     l2: float = 0.0
     clip: CowClip | None = None
     touches: TouchTracking = "none"
+    num_trackers: int = field(default=1, kw_only=True)
 
     kind: ClassVar[str]
 
@@ -96,6 +100,10 @@ class _RowOptimizerSpec:
         faults = [_positive("lr", self.lr), _not_negative("l2", self.l2)]
         if self.touches not in ("none", "count", "base"):
             faults.append(f"touches is {self.touches!r}, expected 'none', 'count' or 'base'")
+        if not 1 <= self.num_trackers <= MAX_TRACKERS:
+            faults.append(f"num_trackers is {self.num_trackers}, expected 1 to {MAX_TRACKERS}")
+        if self.num_trackers > 1 and self.touches == "none":
+            faults.append(f"num_trackers is {self.num_trackers} while touches is 'none': nothing would be counted")
         return faults
 
     def state_fields(self, dim: int) -> tuple[RecordField, ...]:
@@ -106,7 +114,7 @@ class _RowOptimizerSpec:
         """The record of one row of `dim` weights: weights, optimizer state, touch tracking; in payload order."""
         tracking: list[RecordField] = []
         if self.touches != "none":
-            tracking.append(RecordField("touches", "i32", 1))
+            tracking += [RecordField(touches_field(tracker), "i32", 1) for tracker in range(self.num_trackers)]
         if self.touches == "base":
             tracking.append(RecordField("base", "f32", dim))
         return (RecordField("weight", "f32", dim), *self.state_fields(dim), *tracking)
@@ -196,6 +204,11 @@ class RowwiseAdagradSpec(_RowOptimizerSpec):
     def kernel_options(self, tables: Sequence[str] = ()) -> dict[str, float]:
         """As the base class, with eps."""
         return super().kernel_options(tables) | {"eps": self.eps}
+
+
+def touches_field(tracker: int) -> str:
+    """Name of the record field in which a tracker counts updates."""
+    return "touches" if tracker == 0 else f"touches_{tracker}"
 
 
 OptimizerSpec = AdamSpec | SgdSpec | RowwiseAdagradSpec

@@ -37,6 +37,8 @@ BiasTable::BiasTable(double b) : beta(b) {
   }
 }
 
+std::string touches_field(std::size_t tracker) { return tracker == 0 ? "touches" : "touches_" + std::to_string(tracker); }
+
 Status RowLayout::make(const TableSpec& table, const OptimizerSpec& spec, RowLayout* out) {
   const bool is_adam = spec.kind == OptimizerKind::Adam;
   const bool needs_step = is_adam && spec.bias_correction == BiasCorrection::Row;
@@ -49,8 +51,10 @@ Status RowLayout::make(const TableSpec& table, const OptimizerSpec& spec, RowLay
   KSTEP_RETURN_IF_ERROR(find_field(table, "step", DType::I32, 1, needs_step, &out->step));
   KSTEP_RETURN_IF_ERROR(
       find_field(table, "sum", DType::F32, 1, spec.kind == OptimizerKind::RowwiseAdagrad, &out->sum));
-  KSTEP_RETURN_IF_ERROR(find_field(table, "touches", DType::I32, 1, false, &out->touches));
-  const bool has_touches = out->touches != RecordSchema::kNoField;
+  for (std::size_t tracker = 0; tracker < kMaxTrackers; ++tracker) {
+    KSTEP_RETURN_IF_ERROR(find_field(table, touches_field(tracker).c_str(), DType::I32, 1, false, &out->touches[tracker]));
+  }
+  const bool has_touches = out->touches[0] != RecordSchema::kNoField;
   KSTEP_RETURN_IF_ERROR(find_field(table, "base", DType::F32, table.dim, false, &out->base));
   if (out->base != RecordSchema::kNoField && !has_touches) {
     return Status::invalid("table '" + table.name + "'", "field 'base' needs field 'touches' beside it");

@@ -16,10 +16,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "common/schema.h"
 #include "common/status.h"
+#include "compute/touch_sink.h"
 
 namespace kstep {
 
@@ -54,8 +56,8 @@ struct RowLayout {
   std::uint32_t dim = 0;
   std::uint32_t payload_bytes = 0;
   std::uint32_t m = 0, v = 0, step = 0, sum = 0;
-  std::uint32_t touches = 0;  // updates since the row's touches were last cleared
-  std::uint32_t base = 0;     // the weights just before the first of those updates
+  std::uint32_t touches[kMaxTrackers] = {};  // per tracker: updates since the row's touches were last cleared
+  std::uint32_t base = 0;                    // the weights just before the first of those of tracker 0
 
   // Fails with InvalidArgument, naming table and field, if the schema lacks a field that `spec` needs or has it in
   // another type or width.
@@ -76,6 +78,11 @@ struct UpdateParams {
   bool has_clip = false;
   float clip_ratio = 1.0f, clip_floor = 0.0f;  // r, and r * sqrt(dim) * zeta
   std::uint64_t* num_clipped = nullptr;        // counts rows whose gradient was scaled down; several threads add to it
+  const TouchSink* sinks = nullptr;  // one per tracker of the table
+  std::uint32_t num_sinks = 0;
 };
+
+// Name of the counter field of a tracker: "touches", "touches_1", "touches_2".
+std::string touches_field(std::size_t tracker);
 
 }  // namespace kstep

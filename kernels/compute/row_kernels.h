@@ -44,7 +44,7 @@ struct ReduceArgs {
   const float* scales;                // [N] or null (all ones)
   const float* grad;
   float* row_grads;                   // row 0 of this table, as if its first row were row 0; deferred mode only
-  std::uint8_t* first_touch;          // [U] set to 1 where an update made `touches` 1, else 0; or null
+  const std::int64_t* unique_rows;    // [U]
 };
 
 // Update from row gradients that are already summed.
@@ -52,7 +52,7 @@ struct ApplyArgs {
   std::byte* const* payload;
   const float* row_grads;      // as in ReduceArgs
   const std::int32_t* counts;  // [U] occurrences of the row in the batch
-  std::uint8_t* first_touch;
+  const std::int64_t* unique_rows;  // [U]
 };
 
 // Gradient of the per-sample weights of one feature: out_i = (1 / bag size, if mean) * <grad of the bag, row_i>.

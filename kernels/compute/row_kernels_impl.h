@@ -282,22 +282,37 @@ KSTEP_INLINE const float* shape_gradient(const UpdateParams& p, const std::byte*
   return g;
 }
 
-// Counts the update; on the first since the counter was cleared keeps the weights as they were. Returns if it was first.
-KSTEP_INLINE bool count_touch(const RowLayout& layout, std::byte* payload, int dim) {
-  if (layout.touches == RecordSchema::kNoField) return false;
-  std::int32_t* touches = counter(payload, layout.touches);
-  const bool is_first = *touches == 0;
-  if (is_first && layout.base != RecordSchema::kNoField) copy_row(field(payload, layout.base), weight_of(payload), dim, false);
-  ++*touches;
-  return is_first;
+// Counts the update. The first since the counter was cleared also takes a slot of the tracker and leaves the row's base there.
+// Returns whether it was the first.
+KSTEP_INLINE bool note_touch(const TouchSink& sink, std::byte* payload, std::int64_t row) {
+  std::int32_t* touches = counter(payload, sink.counter);
+  if ((*touches)++ != 0) return false;
+  const std::uint64_t slot = __atomic_fetch_add(sink.num_rows, std::uint64_t{1}, __ATOMIC_RELAXED);
+  sink.rows[slot] = static_cast<std::uint64_t>(row);
+  if (sink.base_floats == 0) return true;
+  const std::uint64_t in_chunk = slot & ((std::uint64_t{1} << sink.chunk_shift) - 1);
+  float* base = sink.chunks[slot >> sink.chunk_shift] + in_chunk * sink.base_floats;
+  for (std::uint32_t s = 0; s < sink.num_spans; ++s) {
+    copy_row(base, field(payload, sink.spans[s].offset), static_cast<int>(sink.spans[s].floats), false);
+    base += sink.spans[s].floats;
+  }
+  return true;
+}
+
+KSTEP_INLINE void note_touches(const UpdateParams& p, std::byte* payload, std::int64_t row, int dim) {
+  for (std::uint32_t tracker = 0; tracker < p.num_sinks; ++tracker) {
+    const bool is_first = note_touch(p.sinks[tracker], payload, row);
+    if (tracker == 0 && is_first && p.layout.base != RecordSchema::kNoField) {
+      copy_row(field(payload, p.layout.base), weight_of(payload), dim, false);
+    }
+  }
 }
 
 template <int kDim>
-KSTEP_INLINE void update_row(const UpdateParams& p, std::byte* payload, const float* g, std::int32_t count, std::uint8_t* first_touch,
+KSTEP_INLINE void update_row(const UpdateParams& p, std::byte* payload, const float* g, std::int32_t count, std::int64_t row,
                        float* acc) {
   const int dim = width<kDim>(p.layout.dim);
-  const bool is_first = count_touch(p.layout, payload, dim);
-  if (first_touch != nullptr) *first_touch = is_first ? 1 : 0;
+  note_touches(p, payload, row, dim);
   g = shape_gradient<kDim>(p, payload, g, count, dim, acc);
   switch (p.kind) {
     case OptimizerKind::Adam: adam_row<kDim>(p, payload, g, dim); break;
@@ -315,8 +330,7 @@ void reduce_update(const ReduceArgs& a, const UpdateParams& p, std::size_t row_b
   for (std::size_t row = row_begin; row < row_end; ++row) {
     if (row + kRowsAhead < row_end) prefetch(a.payload[row + kRowsAhead], p.layout.payload_bytes);
     const float* g = reduce_row<kDim>(a, dim, row, last, acc);
-    update_row<kDim>(p, a.payload[row], g, a.row_offsets[row + 1] - a.row_offsets[row],
-                     a.first_touch != nullptr ? a.first_touch + row : nullptr, acc);
+    update_row<kDim>(p, a.payload[row], g, a.row_offsets[row + 1] - a.row_offsets[row], a.unique_rows[row], acc);
   }
 }
 
@@ -326,8 +340,7 @@ void apply_update(const ApplyArgs& a, const UpdateParams& p, std::size_t row_beg
   alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
   for (std::size_t row = row_begin; row < row_end; ++row) {
     if (row + kRowsAhead < row_end) prefetch(a.payload[row + kRowsAhead], p.layout.payload_bytes);
-    update_row<kDim>(p, a.payload[row], a.row_grads + row * dim, a.counts[row],
-                     a.first_touch != nullptr ? a.first_touch + row : nullptr, acc);
+    update_row<kDim>(p, a.payload[row], a.row_grads + row * dim, a.counts[row], a.unique_rows[row], acc);
   }
 }
 

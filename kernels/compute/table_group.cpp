@@ -12,6 +12,7 @@ namespace {
 constexpr std::size_t kBagsPerTask = 64;    // output of one task stays in the L2 cache: 64 bags x 26 features x 64 floats = 416 KiB
 constexpr std::size_t kRowsPerTask = 256;
 constexpr std::size_t kMapBagsPerTask = 4096;
+constexpr std::size_t kRowsPerPin = std::size_t{1} << 14;  // of a walk over all touched rows: bounds what is pinned at once
 // Beyond this an output is written around the cache: it would be evicted before anyone reads it.
 constexpr std::size_t kStreamBytes = std::size_t{8} << 20;
 
@@ -79,8 +80,12 @@ Status TableGroup::make(std::unique_ptr<RowSource> source, const OptimizerSpec& 
     }
     group->layouts_.emplace_back();
     KSTEP_RETURN_IF_ERROR(RowLayout::make(table, spec, &group->layouts_.back()));
+    group->trackers_.emplace_back();
+    for (std::uint32_t counter : group->layouts_.back().touches) {
+      if (counter == RecordSchema::kNoField) break;
+      group->trackers_.back().emplace_back(counter);
+    }
   }
-  group->touched_.resize(group->tables().size());
   group->num_updated_.assign(group->tables().size(), 0);
   group->num_clipped_.assign(group->tables().size(), 0);
   group->tickets_.assign(group->tables().size(), kNoTicket);
@@ -277,6 +282,8 @@ UpdateParams TableGroup::update_params(std::size_t table, const StepParams& step
   params.l2 = static_cast<float>(spec_.l2);
   params.has_clip = has_clip(table);
   params.num_clipped = &num_clipped_[table];
+  params.sinks = sinks_.data() + table * kMaxTrackers;
+  params.num_sinks = static_cast<std::uint32_t>(trackers_[table].size());
   params.clip_ratio = static_cast<float>(spec_.clip_ratio);
   params.clip_floor = static_cast<float>(spec_.clip_ratio * std::sqrt(static_cast<double>(params.layout.dim)) * spec_.clip_zeta);
   if (spec_.kind == OptimizerKind::Adam && spec_.bias_correction == BiasCorrection::Row) {
@@ -295,34 +302,32 @@ UpdateParams TableGroup::update_params(std::size_t table, const StepParams& step
 
 Status TableGroup::reduce_update(const Lookup& lookup, const Gradient& gradient, const StepParams& step, int num_threads) {
   KSTEP_RETURN_IF_ERROR(check_can_update());
+  KSTEP_RETURN_IF_ERROR(prepare_sinks(lookup.table_offsets));
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(lookup.unique_rows, lookup.table_offsets, PinMode::Update));
   map_gradient(lookup, gradient, num_threads);
   cut_row_ranges(lookup.table_offsets);
-  grow(&first_touch_, static_cast<std::size_t>(lookup.table_offsets[layouts_.size()]));
   ReduceArgs args = reduce_args(lookup, gradient);
-  args.first_touch = first_touch_.data();
+  args.unique_rows = lookup.unique_rows;
   parallel_tasks(num_threads, ranges_.size(), [&](std::size_t task) {
     const RowRange& range = ranges_[task];
     row_kernels().reduce_update(args, update_params(range.table, step), range.begin, range.end);
   });
-  note_touched(lookup.unique_rows, lookup.table_offsets);
   count_updates(lookup.table_offsets);
   return pins.unpin(true);
 }
 
 Status TableGroup::apply(const RowGradients& gradients, const StepParams& step, int num_threads) {
   KSTEP_RETURN_IF_ERROR(check_can_update());
+  KSTEP_RETURN_IF_ERROR(prepare_sinks(gradients.table_offsets));
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(gradients.unique_rows, gradients.table_offsets, PinMode::Update));
   cut_row_ranges(gradients.table_offsets);
-  grow(&first_touch_, static_cast<std::size_t>(gradients.table_offsets[layouts_.size()]));
   parallel_tasks(num_threads, ranges_.size(), [&](std::size_t task) {
     const RowRange& range = ranges_[task];
-    const ApplyArgs args{payload_.data(), gradients.grads + grad_begin_[range.table], gradients.counts, first_touch_.data()};
+    const ApplyArgs args{payload_.data(), gradients.grads + grad_begin_[range.table], gradients.counts, gradients.unique_rows};
     row_kernels().apply_update(args, update_params(range.table, step), range.begin, range.end);
   });
-  note_touched(gradients.unique_rows, gradients.table_offsets);
   count_updates(gradients.table_offsets);
   return pins.unpin(true);
 }
@@ -365,28 +370,93 @@ Status TableGroup::write_field(std::uint32_t table, const std::uint64_t* rows, s
   return source_->unpin(ticket, true);
 }
 
-void TableGroup::note_touched(const std::int64_t* unique_rows, const std::int64_t* table_offsets) {
+Status TableGroup::prepare_sinks(const std::int64_t* table_offsets) {
+  sinks_.resize(layouts_.size() * kMaxTrackers);
   for (std::size_t t = 0; t < layouts_.size(); ++t) {
-    if (!tracks_touches(t)) continue;
-    for (std::int64_t u = table_offsets[t]; u < table_offsets[t + 1]; ++u) {
-      if (first_touch_[static_cast<std::size_t>(u)] != 0) touched_[t].push_back(static_cast<std::uint64_t>(unique_rows[u]));
+    const std::int64_t num_rows = table_offsets[t + 1] - table_offsets[t];
+    if (num_rows == 0) continue;
+    for (std::size_t i = 0; i < trackers_[t].size(); ++i) {
+      TouchTracker& tracker = trackers_[t][i];
+      if (tracker.current().is_merging) {
+        return Status::busy("table '" + tables()[t].name + "'",
+                            "a merge round has begun to apply; finish it with clear_touched before the next update");
+      }
+      tracker.reserve(static_cast<std::size_t>(num_rows));
+      sinks_[t * kMaxTrackers + i] = tracker.sink();
     }
   }
+  return Status();
 }
 
-std::vector<std::uint64_t> TableGroup::touched_rows(std::uint32_t table) {
-  std::sort(touched_[table].begin(), touched_[table].end());
-  return touched_[table];
-}
-
-Status TableGroup::clear_touched(std::uint32_t table) {
-  const std::vector<std::uint64_t> rows = touched_rows(table);
-  const std::vector<std::int32_t> zeros(rows.size(), 0);
-  if (!rows.empty()) {
-    KSTEP_RETURN_IF_ERROR(
-        write_field(table, rows.data(), rows.size(), "touches", reinterpret_cast<const std::byte*>(zeros.data())));
+Status TableGroup::track(std::uint32_t table, std::size_t tracker, const std::vector<std::string>& fields) {
+  const std::string where = "table '" + tables()[table].name + "'";
+  if (tracker >= trackers_[table].size()) {
+    return Status::invalid(where, "no tracker " + std::to_string(tracker) + ": the record has " +
+                                      std::to_string(trackers_[table].size()) + " counters of touches");
   }
-  touched_[table].clear();
+  TouchTracker& tracked = trackers_[table][tracker];
+  if (tracked.current().num_rows() > 0 || tracked.detached() != nullptr) {
+    return Status::invalid(where, std::to_string(tracked.current().num_rows()) +
+                                      " rows are touched already and have no base: clear them before tracking begins");
+  }
+  std::vector<Span> spans;
+  for (const std::string& field : fields) {
+    std::size_t offset = 0, bytes = 0;
+    KSTEP_RETURN_IF_ERROR(locate_field(tables()[table], field, &offset, &bytes));
+    if (bytes != layouts_[table].dim * sizeof(float)) return Status::invalid(where, "field '" + field + "' has no value per column to merge");
+    spans.push_back({static_cast<std::uint32_t>(offset), layouts_[table].dim});
+  }
+  if (spans.empty() || spans.size() > kMaxSpans) {
+    return Status::invalid(where, std::to_string(spans.size()) + " fields, expected 1 to " + std::to_string(kMaxSpans));
+  }
+  tracked.keep(std::move(spans));
+  return Status();
+}
+
+const std::vector<std::uint64_t>& TableGroup::touched_rows(std::uint32_t table, std::size_t tracker) {
+  return trackers_[table][tracker].current().rows();
+}
+
+Status TableGroup::zero_counters(std::uint32_t table, TouchTracker* tracker) {
+  TouchRound& round = tracker->current();
+  const std::vector<std::uint64_t>& touched = round.rows();
+  std::vector<std::uint64_t> rows;
+  std::vector<std::size_t> positions;
+  for (std::size_t i = 0; i < touched.size(); ++i) {
+    if (round.is_cleared[i] != 0) continue;
+    rows.push_back(touched[i]);
+    positions.push_back(i);
+  }
+  for (std::size_t begin = 0; begin < rows.size(); begin += kRowsPerPin) {
+    const std::size_t count = std::min(kRowsPerPin, rows.size() - begin);
+    grow(&payload_, count);
+    PinTicket ticket = kNoTicket;
+    KSTEP_RETURN_IF_ERROR(source_->pin(table, rows.data() + begin, count, PinMode::Update, payload_.data(), &ticket));
+    for (std::size_t i = 0; i < count; ++i) {
+      std::byte* at = payload_[i] + tracker->counter();
+      std::memcpy(&round.counts[positions[begin + i]], at, sizeof(std::int32_t));
+      std::memset(at, 0, sizeof(std::int32_t));
+      round.is_cleared[positions[begin + i]] = 1;
+    }
+    KSTEP_RETURN_IF_ERROR(source_->unpin(ticket, true));
+  }
+  return Status();
+}
+
+Status TableGroup::clear_touched(std::uint32_t table, std::size_t tracker) {
+  TouchTracker& tracked = trackers_[table][tracker];
+  if (tracked.detached() == nullptr) KSTEP_RETURN_IF_ERROR(zero_counters(table, &tracked));
+  tracked.clear();
+  return Status();
+}
+
+Status TableGroup::detach_touched(std::uint32_t table, std::size_t tracker) {
+  TouchTracker& tracked = trackers_[table][tracker];
+  if (tracked.detached() != nullptr) {
+    return Status::busy("table '" + tables()[table].name + "'", "the round detached before is still under way");
+  }
+  KSTEP_RETURN_IF_ERROR(zero_counters(table, &tracked));
+  tracked.detach();
   return Status();
 }
 

@@ -17,6 +17,7 @@
 
 #include "compute/optimizer.h"
 #include "compute/row_kernels.h"
+#include "compute/touch_tracker.h"
 #include "tier/row_source.h"
 
 namespace kstep {
@@ -65,7 +66,11 @@ class TableGroup {
 
   RowSource& source() { return *source_; }
   const std::vector<TableSpec>& tables() const { return source_->tables(); }
-  bool tracks_touches(std::size_t table) const { return layouts_[table].touches != RecordSchema::kNoField; }
+  const OptimizerSpec& spec() const { return spec_; }
+  const RowLayout& layout(std::size_t table) const { return layouts_[table]; }
+  // Trackers of a table: as many as its record has fields "touches", "touches_1", "touches_2".
+  std::size_t num_trackers(std::size_t table) const { return trackers_[table].size(); }
+  TouchTracker& tracker(std::size_t table, std::size_t tracker) { return trackers_[table][tracker]; }
   std::size_t row_gradient_floats(const std::int64_t* table_offsets) const;
 
   // out: bag b has the columns of all features side by side, `out_stride` floats apart.
@@ -91,10 +96,14 @@ class TableGroup {
   std::uint64_t num_clipped(std::size_t table) const { return num_clipped_[table]; }
   bool has_clip(std::size_t table) const;
 
-  // Rows updated since `clear_touched`, ascending. Needs field "touches".
-  std::vector<std::uint64_t> touched_rows(std::uint32_t table);
-  // Sets "touches" of those rows to 0 and forgets them.
-  Status clear_touched(std::uint32_t table);
+  // Keeps bases of float32 fields at the first touch of each row from now on; no row may be touched yet.
+  Status track(std::uint32_t table, std::size_t tracker, const std::vector<std::string>& fields);
+  // Rows updated since `clear_touched` or `detach_touched`, ascending.
+  const std::vector<std::uint64_t>& touched_rows(std::uint32_t table, std::size_t tracker);
+  // Sets the counters of those rows to 0 and forgets the rows; after `detach_touched`: forgets the detached ones.
+  Status clear_touched(std::uint32_t table, std::size_t tracker);
+  // Sets the counters of those rows to 0 and the rows apart, with their bases, until `clear_touched`.
+  Status detach_touched(std::uint32_t table, std::size_t tracker);
 
  private:
   struct RowRange {
@@ -113,14 +122,15 @@ class TableGroup {
   ReduceArgs reduce_args(const Lookup& lookup, const Gradient& gradient);
   void cut_row_ranges(const std::int64_t* table_offsets);
   void place_features(const Lookup& lookup, bool is_pooled);
-  void note_touched(const std::int64_t* unique_rows, const std::int64_t* table_offsets);
+  Status prepare_sinks(const std::int64_t* table_offsets);
+  Status zero_counters(std::uint32_t table, TouchTracker* tracker);
 
   const std::unique_ptr<RowSource> source_;
   const OptimizerSpec spec_;
   const BiasTable bias1_, bias2_;
   std::vector<RowLayout> layouts_;
   std::vector<std::uint64_t> num_updated_, num_clipped_;  // [num_tables]
-  std::vector<std::vector<std::uint64_t>> touched_;  // per table, in the order of their first update
+  std::vector<std::vector<TouchTracker>> trackers_;  // per table
 
   // Scratch; grows to the largest batch and stays.
   std::vector<std::byte*> payload_;          // [U]
@@ -130,7 +140,7 @@ class TableGroup {
   std::vector<std::ptrdiff_t> grad_begin_;   // deferred: float in row_grads at which row 0 of a table would lie
   std::vector<std::int64_t> grad_offsets_;   // [N]
   std::vector<float> scales_;                // [N]
-  std::vector<std::uint8_t> first_touch_;    // [U]
+  std::vector<TouchSink> sinks_;             // [num_tables * kMaxTrackers]
 };
 
 }  // namespace kstep

@@ -20,12 +20,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-void check_tensor(const Tensor& tensor, const char* name, at::ScalarType dtype, int64_t size) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " is ", tensor.scalar_type(), ", expected ", dtype);
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous");
-  TORCH_CHECK_VALUE(size < 0 || tensor.numel() == size, name, " has ", tensor.numel(), " elements, expected ", size);
-}
-
 // ---- dedup -----------------------------------------------------------------------------------------------------------
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> dedup_op(const Tensor& ids, const Tensor& offsets,
@@ -360,6 +354,12 @@ std::string choose_isa(const std::string& isa) {
 
 }  // namespace
 
+void check_tensor(const Tensor& tensor, const char* name, at::ScalarType dtype, int64_t size) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " is ", tensor.scalar_type(), ", expected ", dtype);
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " must be contiguous");
+  TORCH_CHECK_VALUE(size < 0 || tensor.numel() == size, name, " has ", tensor.numel(), " elements, expected ", size);
+}
+
 TORCH_LIBRARY(kstep, m) {
   m.class_<RowSourceHolder>("RowSource").def_static("dram", &make_dram_rows);
   m.class_<RowGroup>("RowGroup")
@@ -369,8 +369,11 @@ TORCH_LIBRARY(kstep, m) {
       .def("set_deferred", &RowGroup::set_deferred)
       .def("num_pending", &RowGroup::num_pending)
       .def("take_pending", &RowGroup::take_pending)
+      .def("track", &RowGroup::track)
       .def("touched_rows", &RowGroup::touched_rows)
       .def("clear_touched", &RowGroup::clear_touched)
+      .def("detach_touched", &RowGroup::detach_touched)
+      .def("base_bytes", &RowGroup::base_bytes)
       .def("flush", &RowGroup::flush)
       .def("counters", &RowGroup::counters);
   register_tiered(m);

@@ -91,12 +91,6 @@ at::Tensor row_tensor(const std::vector<std::uint64_t>& rows) {
   return result;
 }
 
-std::uint32_t checked_table(const GroupState& state, int64_t table) {
-  const auto num_tables = static_cast<int64_t>(state.tables->tables().size());
-  TORCH_CHECK_VALUE(table >= 0 && table < num_tables, "table ", table, " of a group of ", num_tables);
-  return static_cast<std::uint32_t>(table);
-}
-
 }  // namespace
 
 void check(const Status& status) {
@@ -129,6 +123,19 @@ std::vector<TableSpec> table_specs(const StringList& names, const IntList& table
     tables[t].first_column = static_cast<std::uint32_t>(first_columns[t]);
   }
   return tables;
+}
+
+std::uint32_t checked_table(const GroupState& state, int64_t table) {
+  const auto num_tables = static_cast<int64_t>(state.tables->tables().size());
+  TORCH_CHECK_VALUE(table >= 0 && table < num_tables, "table ", table, " of a group of ", num_tables);
+  return static_cast<std::uint32_t>(table);
+}
+
+std::size_t checked_tracker(const GroupState& state, std::uint32_t table, int64_t tracker) {
+  const std::size_t count = state.tables->num_trackers(table);
+  TORCH_CHECK_VALUE(tracker >= 0 && tracker < static_cast<int64_t>(count), "table '", state.tables->tables()[table].name,
+                    "': tracker ", tracker, ", its record has ", count, " counters of touches (set `touches` and `num_trackers`)");
+  return static_cast<std::size_t>(tracker);
 }
 
 std::shared_ptr<GroupState> find_group(int64_t handle) {
@@ -195,16 +202,37 @@ GradientTensors RowGroup::take_pending() {
   return merge_gradient_tensors(pending, dims);
 }
 
-at::Tensor RowGroup::touched_rows(int64_t table) {
+void RowGroup::track(int64_t table, int64_t tracker, const StringList& fields) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   const std::uint32_t t = checked_table(*state_, table);
-  TORCH_CHECK_VALUE(state_->tables->tracks_touches(t), "table ", table, " has no field 'touches'");
-  return row_tensor(state_->tables->touched_rows(t));
+  check(state_->tables->track(t, checked_tracker(*state_, t, tracker), fields));
 }
 
-void RowGroup::clear_touched(int64_t table) {
+at::Tensor RowGroup::touched_rows(int64_t table, int64_t tracker) {
   std::lock_guard<std::mutex> lock(state_->mutex);
-  check(state_->tables->clear_touched(checked_table(*state_, table)));
+  const std::uint32_t t = checked_table(*state_, table);
+  return row_tensor(state_->tables->touched_rows(t, checked_tracker(*state_, t, tracker)));
+}
+
+void RowGroup::clear_touched(int64_t table, int64_t tracker) {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  const std::uint32_t t = checked_table(*state_, table);
+  check(state_->tables->clear_touched(t, checked_tracker(*state_, t, tracker)));
+}
+
+void RowGroup::detach_touched(int64_t table, int64_t tracker) {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  const std::uint32_t t = checked_table(*state_, table);
+  check(state_->tables->detach_touched(t, checked_tracker(*state_, t, tracker)));
+}
+
+int64_t RowGroup::base_bytes() const {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  std::size_t bytes = 0;
+  for (std::size_t t = 0; t < state_->tables->tables().size(); ++t) {
+    for (std::size_t i = 0; i < state_->tables->num_trackers(t); ++i) bytes += state_->tables->tracker(t, i).base_bytes();
+  }
+  return static_cast<int64_t>(bytes);
 }
 
 void RowGroup::flush() {

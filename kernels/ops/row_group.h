@@ -54,6 +54,10 @@ struct GroupState {
   const StepParams& checked_step() const;
 };
 
+// `table` and `tracker` as unsigned numbers; throw ValueError if the group has no such table, the table no such tracker.
+std::uint32_t checked_table(const GroupState& state, int64_t table);
+std::size_t checked_tracker(const GroupState& state, std::uint32_t table, int64_t tracker);
+
 // The group behind a handle; throws ValueError if its RowGroup is gone.
 std::shared_ptr<GroupState> find_group(int64_t handle);
 
@@ -72,8 +76,12 @@ class RowGroup : public torch::CustomClassHolder {
   int64_t num_pending() const;
   // All pending gradients merged in the order of their backward calls; none are pending afterwards.
   GradientTensors take_pending();
-  at::Tensor touched_rows(int64_t table);
-  void clear_touched(int64_t table);
+  // The merge bookkeeping of a table, as in TableGroup; `tracker` counts from 0.
+  void track(int64_t table, int64_t tracker, const StringList& fields);
+  at::Tensor touched_rows(int64_t table, int64_t tracker);
+  void clear_touched(int64_t table, int64_t tracker);
+  void detach_touched(int64_t table, int64_t tracker);
+  int64_t base_bytes() const;
   void flush();
   std::vector<FloatDict> counters() const;
 
@@ -81,6 +89,9 @@ class RowGroup : public torch::CustomClassHolder {
   std::shared_ptr<GroupState> state_;
   int64_t handle_ = 0;
 };
+
+// Throws TypeError or ValueError unless the tensor is contiguous, of this type and, where size >= 0, of this many elements.
+void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, int64_t size);
 
 RowGradients row_gradients(const GradientTensors& tensors);
 GradientTensors merge_gradient_tensors(const std::vector<GradientTensors>& parts, const IntList& table_dims);

@@ -333,7 +333,7 @@ std::vector<char> train(const char* isa, int threads, bool deferred) {
     keep(weight_grads.data(), weight_grads.size() * sizeof(float));
   }
   for (std::uint32_t t = 0; t < num_tables; ++t) {
-    const std::vector<std::uint64_t> touched = group->touched_rows(t);
+    const std::vector<std::uint64_t> touched = group->touched_rows(t, 0);
     keep(touched.data(), touched.size() * sizeof(std::uint64_t));
     for (const Field& field : tables[t].schema.fields()) {
       std::vector<std::byte> values(touched.size() * field.width * 4);

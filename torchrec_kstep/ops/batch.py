@@ -7,11 +7,17 @@ import torch
 Pooling = Literal["sum", "mean"]
 OutOfRange = Literal["error", "clamp", "ignore"]
 InitKind = Literal["zero", "uniform", "normal"]
+MergeForm = Literal["renew", "delta"]
+MergePolicy = Literal["union", "touched", "mean"]
+Wire = Literal["fp32", "bf16", "int8"]
 
 # The compiled ops know these choices by number.
 POOLING_CODES: dict[Pooling, int] = {"sum": 0, "mean": 1}
 OUT_OF_RANGE_CODES: dict[OutOfRange, int] = {"error": 0, "clamp": 1, "ignore": 2}
 INIT_CODES: dict[InitKind, int] = {"zero": 0, "uniform": 1, "normal": 2}
+FORM_CODES: dict[MergeForm, int] = {"renew": 0, "delta": 1}
+POLICY_CODES: dict[MergePolicy, int] = {"union": 0, "touched": 1, "mean": 2}
+WIRE_CODES: dict[Wire, int] = {"fp32": 0, "bf16": 1, "int8": 2}
 
 IGNORED_POSITION = -1
 
@@ -87,3 +93,29 @@ class TableSpec(NamedTuple):
     init_a: float = 0.0
     init_b: float = 0.0
     first_column: int = 0
+
+
+class Contributions(NamedTuple):
+    """What one replica knows of rows that it touched since the last merge round. n rows, as they were asked for.
+
+    Attributes:
+        counts: `[n]` int32, c: the replica's updates of each row, at least 1.
+        values: per field `[n, dim]` float32: weights as their change since the base; moments as `MergeForm` says.
+    """
+
+    counts: torch.Tensor
+    values: dict[str, torch.Tensor]
+
+
+class Merged(NamedTuple):
+    """What the owner of rows makes of all replicas' contributions. U rows, the union of what the replicas touched.
+
+    Attributes:
+        rows: `[U]` int64 or int32, strictly ascending.
+        u_real: `[U]` float32, u: the touches that the merged row stands for.
+        values: per field `[U, dim]` float32: the change of the weights; moments as `MergeForm` says.
+    """
+
+    rows: torch.Tensor
+    u_real: torch.Tensor
+    values: dict[str, torch.Tensor]

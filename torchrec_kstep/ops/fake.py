@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from torchrec_kstep.ops.batch import WIRE_CODES
+
 _OptionalTensor = torch.Tensor | None
 
 
@@ -21,6 +23,11 @@ def register() -> None:
         ("write_rows", _nothing),
         ("prefetch_rows", _nothing),
         ("initial_values", _initial_values),
+        ("merge_collect", _merge_collect),
+        ("merge_reduce", _merge_reduce),
+        ("merge_apply", _merge_apply),
+        ("wire_encode", _wire_encode),
+        ("wire_decode", _wire_decode),
     ):
         torch.library.register_fake(f"kstep::{name}", function)
 
@@ -131,3 +138,43 @@ def _initial_values(
 ) -> torch.Tensor:
     del seed, table_id, first_column, kind, a, b
     return rows.new_empty(rows.numel(), dim, dtype=torch.float32)
+
+
+def _merge_collect(
+    group: int, table: int, tracker: int, rows: torch.Tensor, form: int, num_fields: int, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del group, table, tracker, form
+    return rows.new_empty(rows.numel(), dtype=torch.int32), rows.new_empty(num_fields, rows.numel(), dim, dtype=torch.float32)
+
+
+def _merge_reduce(
+    rows: Sequence[torch.Tensor],
+    counts: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    is_averaged: Sequence[bool],
+    policy: int,
+    num_steps: int,
+    num_replicas: int,
+) -> tuple[torch.Tensor, ...]:
+    del counts, policy, num_steps, num_replicas
+    num_rows = torch.library.get_ctx().new_dynamic_size()
+    first = values[0]
+    return rows[0].new_empty(num_rows), first.new_empty(num_rows), first.new_empty(len(is_averaged), num_rows, first.shape[1])
+
+
+def _merge_apply(
+    group: int, table: int, tracker: int, rows: torch.Tensor, u_real: torch.Tensor, values: Sequence[torch.Tensor], form: int
+) -> int:
+    del group, table, tracker, rows, u_real, values, form
+    return 0
+
+
+def _wire_encode(values: torch.Tensor, wire: int, rows: torch.Tensor, salt: int) -> torch.Tensor:
+    del rows, salt
+    row_bytes = 2 * values.shape[1] if wire == WIRE_CODES["bf16"] else 4 + values.shape[1]
+    return values.new_empty(values.shape[0], row_bytes, dtype=torch.uint8)
+
+
+def _wire_decode(encoded: torch.Tensor, wire: int, dim: int) -> torch.Tensor:
+    del wire
+    return encoded.new_empty(encoded.shape[0], dim, dtype=torch.float32)

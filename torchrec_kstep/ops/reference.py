@@ -13,7 +13,7 @@ import torch
 
 from torchrec_kstep.errors import DataError
 from torchrec_kstep.ops.batch import IGNORED_POSITION, Dedup, InitKind, OutOfRange, Pooling, RowGradients, TableSpec
-from torchrec_kstep.optim_spec import AdamSpec, CowClip, OptimizerSpec, RowwiseAdagradSpec, SgdSpec
+from torchrec_kstep.optim_spec import AdamSpec, CowClip, OptimizerSpec, RowwiseAdagradSpec, SgdSpec, touches_field
 
 _LANES = 16  # partial sums of a row: column j goes to lane j % 16
 _WORD = 0xFFFFFFFF
@@ -31,6 +31,7 @@ class ReferenceGroup:
         step: their step, from 1.
         is_deferred: keep summed gradients in `pending` instead of updating.
         pending: in the order of the backwards.
+        trackers: per table, what `RowGroup.track` and its companions keep, one per counter of touches.
     """
 
     tables: Sequence[TableSpec]
@@ -40,6 +41,7 @@ class ReferenceGroup:
     step: int = 0
     is_deferred: bool = False
     pending: list[RowGradients] = field(default_factory=list)
+    trackers: list[list["ReferenceTracker"]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Gives every row its initial values."""
@@ -54,6 +56,86 @@ class ReferenceGroup:
                 rows, table.seed, table.table_id, table.first_column, table.dim, table.init, table.init_a, table.init_b
             )
             self.fields.append(fields)
+            num_trackers = 0 if self.optimizer.touches == "none" else self.optimizer.num_trackers
+            self.trackers.append([ReferenceTracker(fields, touches_field(tracker)) for tracker in range(num_trackers)])
+
+    def track(self, tracker: int, fields: Sequence[str], tables: Sequence[int] | None = None) -> None:
+        """See `RowGroup.track`."""
+        for table in range(len(self.tables)) if tables is None else tables:
+            self.trackers[table][tracker].tracked = tuple(fields)
+
+    def tracked_fields(self, table: int, tracker: int = 0) -> tuple[str, ...]:
+        """See `RowGroup.tracked_fields`."""
+        return self.trackers[table][tracker].tracked
+
+    def touched_rows(self, table: int, tracker: int = 0) -> torch.Tensor:
+        """See `RowGroup.touched_rows`."""
+        return self.trackers[table][tracker].round.rows()
+
+    def clear_touched(self, table: int, tracker: int = 0) -> None:
+        """See `RowGroup.clear_touched`."""
+        self.trackers[table][tracker].clear()
+
+    def detach_touched(self, table: int, tracker: int = 0) -> None:
+        """See `RowGroup.detach_touched`."""
+        self.trackers[table][tracker].detach()
+
+
+@dataclass
+class ReferenceRound:
+    """The rows touched in one round.
+
+    Attributes:
+        is_touched: `[num_rows]` bool.
+        counts: `[num_rows]` int32: updates; of the running round they are in the record instead.
+        bases: field name to `[num_rows, width]`; the rows of `is_touched` have meaning.
+    """
+
+    is_touched: torch.Tensor
+    counts: torch.Tensor
+    bases: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def rows(self) -> torch.Tensor:
+        """Ascending."""
+        return self.is_touched.nonzero()[:, 0]
+
+
+class ReferenceTracker:
+    """What a tracker keeps of one table; see `RowGroup.track`."""
+
+    def __init__(self, fields: dict[str, torch.Tensor], counter: str) -> None:
+        """Watches `fields`, the whole table; `counter` names the record field with its count of updates."""
+        self.fields = fields
+        self.counter = counter
+        self.tracked: tuple[str, ...] = ()
+        self.round = self._new_round()
+        self.detached: ReferenceRound | None = None
+
+    def _new_round(self) -> ReferenceRound:
+        num_rows = self.fields["weight"].shape[0]
+        return ReferenceRound(torch.zeros(num_rows, dtype=torch.bool), torch.zeros(num_rows, dtype=torch.int32))
+
+    def note(self, rows: torch.Tensor) -> None:
+        """Counts an update of `rows` that is about to happen."""
+        first = rows[self.fields[self.counter][rows, 0] == 0]
+        for name in self.tracked:
+            self.round.bases.setdefault(name, torch.zeros_like(self.fields[name]))[first] = self.fields[name][first]
+        self.round.is_touched[first] = True
+        self.fields[self.counter][rows] += 1
+
+    def clear(self) -> None:
+        """Ends the detached round if there is one, else the running one."""
+        if self.detached is not None:
+            self.detached = None
+            return
+        self.fields[self.counter][self.round.is_touched] = 0
+        self.round = self._new_round()
+
+    def detach(self) -> None:
+        """Sets the running round apart and begins the next."""
+        self.round.counts = self.fields[self.counter][:, 0].clone()
+        self.fields[self.counter][self.round.is_touched] = 0
+        self.detached, self.round = self.round, self._new_round()
 
 
 def dedup(
@@ -217,6 +299,11 @@ def apply_row_gradients(group: ReferenceGroup, gradients: RowGradients) -> None:
     dims = tuple(table.dim for table in group.tables)
     for table, (rows, grads) in enumerate(gradients.per_table(dims)):
         counts = gradients.counts[int(gradients.table_offsets[table]) : int(gradients.table_offsets[table + 1])]
+        if "base" in group.fields[table]:
+            first = rows[group.fields[table]["touches"][rows, 0] == 0]
+            group.fields[table]["base"][first] = group.fields[table]["weight"][first]
+        for tracker in group.trackers[table]:
+            tracker.note(rows)
         fields = {name: values[rows] for name, values in group.fields[table].items()}
         _update_fields(group, fields, grads, counts)
         for name, values in fields.items():
@@ -299,11 +386,6 @@ def _use_gradient(group: ReferenceGroup, batch: Dedup, grads: list[torch.Tensor]
 def _update_fields(group: ReferenceGroup, fields: dict[str, torch.Tensor], grad: torch.Tensor, counts: torch.Tensor) -> None:
     """Updates the fields of some rows in place; `grad` is `[n, dim]`."""
     spec = group.optimizer
-    if "touches" in fields:
-        is_first = fields["touches"][:, 0] == 0
-        if "base" in fields:
-            fields["base"][is_first] = fields["weight"][is_first]
-        fields["touches"] += 1
     if spec.l2 != 0:
         grad = grad + _f32(spec.l2) * fields["weight"]
     if spec.clip is not None:

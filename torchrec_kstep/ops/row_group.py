@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 
+from torchrec_kstep.errors import DataError
 from torchrec_kstep.ops import _library, kernels
 from torchrec_kstep.ops._errors import kernel_errors
 from torchrec_kstep.ops.batch import INIT_CODES, Dedup, OutOfRange, Pooling, RowGradients, TableSpec
@@ -57,6 +58,7 @@ class RowGroup:
         with kernel_errors():
             self._native = torch.classes.kstep.RowGroup(source, kind, options)
         self.handle: int = self._native.handle()
+        self._tracked: dict[tuple[int, int], tuple[str, ...]] = {}
 
     @classmethod
     def in_dram(cls, tables: Sequence[TableSpec], optimizer: OptimizerSpec | None = None, layout: DramLayout = "auto") -> "RowGroup":
@@ -165,16 +167,65 @@ class RowGroup:
         ascending, order = torch.sort(rows)
         kernels.write_rows(self.handle, table, ascending, field, values[order])
 
-    def touched_rows(self, table: int) -> torch.Tensor:
+    def track(self, tracker: int, fields: Sequence[str], tables: Sequence[int] | None = None) -> None:
+        """Keeps, from now on, a copy of `fields` of each row as it was before its first update since the last merge round.
+
+        The copies ("bases") live in DRAM, beside the rows and never on disk; `base_bytes` tells their size.
+
+        Args:
+            tracker: which counter of touches; the spec's `num_trackers` says how many there are.
+            fields: float32 fields with one value per column, in the order in which merges take them: "weight", "m", "v".
+            tables: the tables concerned; None for all.
+
+        Raises:
+            DataError: a table has no such field or tracker, or rows of it are touched already.
+        """
+        for table in range(len(self.tables)) if tables is None else tables:
+            self._check_fields(table, fields)
+            with kernel_errors():
+                self._native.track(table, tracker, list(fields))
+            self._tracked[table, tracker] = tuple(fields)
+
+    def tracked_fields(self, table: int, tracker: int = 0) -> tuple[str, ...]:
+        """Returns the fields of which `track` keeps bases; empty if it was not called."""
+        return self._tracked.get((table, tracker), ())
+
+    def touched_rows(self, table: int, tracker: int = 0) -> torch.Tensor:
         """Returns the rows updated since `clear_touched`, ascending `[n]` int64; needs `touches` in the optimizer's spec."""
         with kernel_errors():
-            rows: torch.Tensor = self._native.touched_rows(table)
+            rows: torch.Tensor = self._native.touched_rows(table, tracker)
         return rows
 
-    def clear_touched(self, table: int) -> None:
-        """Forgets the touched rows of a table and sets their `touches` to 0."""
+    def clear_touched(self, table: int, tracker: int = 0) -> None:
+        """Ends a merge round: forgets the touched rows of a table and their bases, and sets their counters to 0.
+
+        After `detach_touched` it forgets the detached rows; those touched since stay.
+        """
         with kernel_errors():
-            self._native.clear_touched(table)
+            self._native.clear_touched(table, tracker)
+
+    def detach_touched(self, table: int, tracker: int = 0) -> None:
+        """Sets the touched rows and their bases apart, so that training goes on while they are exchanged.
+
+        Counters start again from 0, and updates from now on belong to the next round. `merge.apply` then corrects rows that
+        moved meanwhile. `clear_touched` ends the round.
+
+        Raises:
+            StorageError: the round detached before has not ended.
+        """
+        with kernel_errors():
+            self._native.detach_touched(table, tracker)
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of the bases of all touched rows."""
+        return int(self._native.base_bytes())
+
+    def _check_fields(self, table: int, fields: Sequence[str]) -> None:
+        known = {"weight", "m", "v"} & {field.name for field in record_fields(self.tables[table], self.optimizer)}
+        if not fields or len(set(fields)) != len(fields) or not set(fields) <= known:
+            names = ", ".join(sorted(known))
+            raise DataError(f"table {self.tables[table].name!r}: cannot keep bases of {list(fields)}; expected some of {names}, each once")
 
     def flush(self) -> None:
         """Makes dirty rows durable where the row source has somewhere to write them."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrec_kstep.ops import _library, fake, kernels, reference
+from torchrec_kstep.ops import _library, fake, kernels, merge, reference, reference_merge
 from torchrec_kstep.ops.batch import Dedup, TableSpec
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim_spec import AdamSpec
@@ -24,7 +24,20 @@ OPS = (
     "write_rows",
     "prefetch_rows",
     "initial_values",
+    "merge_collect",
+    "merge_reduce",
+    "merge_apply",
+    "wire_encode",
+    "wire_decode",
 )
+# Ops whose wrapper has another name, because its module says the rest.
+MERGE_WRAPPERS = {
+    "merge_collect": "collect",
+    "merge_reduce": "reduce",
+    "merge_apply": "apply",
+    "wire_encode": "encode",
+    "wire_decode": "decode",
+}
 TABLES = [TableSpec("a", 10, 4, init="uniform", init_a=-1, init_b=1), TableSpec("b", 20, 4, 1)]
 FEATURES = [0, 1, 0]
 
@@ -88,11 +101,30 @@ def test_gradients_and_fields(group: RowGroup) -> None:
         check("initial_values", rows, 7, 1, 3, 5, kind, -0.5, 0.5)
 
 
+def test_merge_rounds() -> None:
+    group = RowGroup.in_dram(TABLES, AdamSpec(lr=0.1, touches="count", bias_correction="row"))
+    group.track(0, ("weight", "m", "v"))
+    group.set_step(0.1, 1)
+    group.pooled(torch.tensor([1, 5, 5]), torch.tensor([0, 1, 3]), [0]).sum().backward()
+    rows = group.touched_rows(0)
+    check("merge_collect", group.handle, 0, 0, rows, 0, 3, 4)
+    sent = merge.collect(group, 0, rows)
+    values = list(sent.values.values())
+    check("merge_reduce", [rows, rows], [sent.counts, sent.counts], [*values, *values], [False, True, True], 0, 20, 2)
+    check("merge_apply", group.handle, 0, 0, rows, sent.counts.to(torch.float32), values, 0)
+    for wire in (1, 2):
+        check("wire_encode", values[0], wire, rows, -7)
+        check("wire_decode", torch.ops.kstep.wire_encode(values[0], wire, rows, -7), wire, 4)
+
+
 def test_every_op_has_a_wrapper_a_fake_kernel_and_a_reference(root: Path) -> None:
-    schemas = (root / "kernels" / "ops" / "kstep_ops.cpp").read_text()
-    registered = set(re.findall(r'm\.impl\("(\w+)"', schemas))
+    sources = "".join(path.read_text() for path in (root / "kernels" / "ops").glob("*.cpp"))
+    registered = set(re.findall(r'm\.impl\("(\w+)"', sources))
     assert registered == set(OPS)
     for name in OPS:
-        wrapper, specification = getattr(kernels, name), getattr(reference, name)
+        if name in MERGE_WRAPPERS:
+            wrapper, specification = (getattr(module, MERGE_WRAPPERS[name]) for module in (merge, reference_merge))
+        else:
+            wrapper, specification = getattr(kernels, name), getattr(reference, name)
         assert list(inspect.signature(wrapper).parameters) == list(inspect.signature(specification).parameters), name
         assert f'"{name}"' in inspect.getsource(fake.register), name

@@ -1,0 +1,38 @@
+// The two ends of a merge round at a replica: what its touched rows contribute, and merged rows written back.
+//
+// Formulas: docs/numerics.md, "Merge rounds"; `torchrec_kstep/ops/reference_merge.py` computes the same bits.
+// Ownership: works on a TableGroup and the caller's arrays. Threads: as TableGroup, one call at a time per group.
+#pragma once
+
+#include <vector>
+
+#include "compute/table_group.h"
+
+namespace kstep {
+
+// How moments travel. Renew: the new information in an average over touches; Delta: the change.
+enum class MergeForm : int { Renew = 0, Delta = 1 };
+
+// One tracker of one table.
+struct TrackedTable {
+  TableGroup* group = nullptr;
+  std::uint32_t table = 0;
+  std::size_t tracker = 0;
+};
+
+// `rows` strictly ascending and touched in the running round. counts: [num_rows]; values: [fields, num_rows, dim], fields in
+// the order in which the tracker keeps them.
+Status collect_rows(const TrackedTable& at, const std::uint64_t* rows, std::size_t num_rows, MergeForm form, int num_threads,
+                    std::int32_t* counts, float* values);
+
+struct MergedRows {
+  const std::uint64_t* rows = nullptr;  // strictly ascending
+  std::size_t num_rows = 0;
+  const float* u_real = nullptr;        // [num_rows] touches that each merged row stands for
+  std::vector<const float*> values;     // per field [num_rows, dim]
+};
+
+// Applies to the detached round if there is one, else to the running one. num_rows_read: rows that had to be read from SSD.
+Status apply_merged(const TrackedTable& at, const MergedRows& merged, MergeForm form, int num_threads, std::int64_t* num_rows_read);
+
+}  // namespace kstep

@@ -1,0 +1,87 @@
+// TouchTracker: which rows of one table were updated since the last merge round, and what they held just before ("bases").
+//
+// A record counts its updates in a field of its own ("touches"); a tracker lists the rows whose counter left zero and,
+// once `keep` was called, copies of chosen fields from before that update. Bases live in DRAM only, in chunks that are
+// never moved: their memory follows the rows touched in one round. A table has one tracker per merge period.
+//
+// A round can be set apart (`detach`) while its exchange is under way: updates then fill the next one.
+// Ownership: owns its lists and bases. Threads: the caller's lock; the kernels write through `sink` between `reserve` and
+// the next call.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "compute/touch_sink.h"
+
+namespace kstep {
+
+// The rows touched in one round.
+class TouchRound {
+ public:
+  static constexpr std::size_t kNotFound = SIZE_MAX;
+
+  std::size_t num_rows() const { return static_cast<std::size_t>(num_rows_); }
+  // Ascending. Indices below are positions in it; valid until the next update.
+  const std::vector<std::uint64_t>& rows();
+  // Position of the first row >= `row`. REQUIRES: rows() was called since the last update.
+  std::size_t lower_bound(std::uint64_t row) const;
+  const std::vector<std::uint64_t>& sorted() const { return sorted_rows_; }
+  // Base of the row at a position.
+  const float* base(std::size_t position) const { return slot(order_[position]); }
+  float* base(std::size_t position) { return slot(order_[position]); }
+
+  // By position. is_cleared: the row's counter in its record is zero again. counts: what it was then.
+  std::vector<std::uint8_t> is_cleared;
+  std::vector<std::int32_t> counts;
+  // Counters were cleared: an update before this round is forgotten or detached would list rows twice.
+  bool is_merging = false;
+
+ private:
+  friend class TouchTracker;
+  float* slot(std::uint32_t index) const {
+    return chunks_[index >> chunk_shift_].get() + std::size_t{index & ((1u << chunk_shift_) - 1)} * base_floats_;
+  }
+
+  std::uint32_t base_floats_ = 0, chunk_shift_ = 0;
+  std::uint64_t num_rows_ = 0;
+  std::vector<std::uint64_t> slot_rows_;                // [>= num_rows] in the order of slots
+  std::vector<std::unique_ptr<float[]>> chunks_;
+  std::vector<float*> chunk_pointers_;
+  std::vector<std::uint64_t> sorted_rows_;
+  std::vector<std::uint32_t> order_;                    // slot of each sorted row
+};
+
+class TouchTracker {
+ public:
+  explicit TouchTracker(std::uint32_t counter) : counter_(counter) {}
+
+  std::uint32_t counter() const { return counter_; }
+  const std::vector<Span>& spans() const { return spans_; }
+  // From now on keep bases of these spans. REQUIRES: no row is touched, at most kMaxSpans.
+  void keep(std::vector<Span> spans);
+
+  // Makes room for the first touches of an update of `num_rows` rows.
+  void reserve(std::size_t num_rows);
+  TouchSink sink();
+
+  TouchRound& current() { return current_; }
+  // The round that is being exchanged, or null.
+  TouchRound* detached() { return has_detached_ ? &detached_ : nullptr; }
+  // REQUIRES: nothing is detached.
+  void detach();
+  // Forgets the detached round if there is one, else the current one. Memory beyond what that round used goes back.
+  void clear();
+  std::size_t base_bytes() const;
+
+ private:
+  void reset(TouchRound* round) const;
+
+  const std::uint32_t counter_;
+  std::vector<Span> spans_;
+  TouchRound current_, detached_;
+  bool has_detached_ = false;
+};
+
+}  // namespace kstep
