@@ -1,0 +1,78 @@
+"""Replicas of one process that merge in lockstep: for studies and tests, with the code that runs between processes."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from torchrec_kstep.merge.replica import ReplicaRows
+from torchrec_kstep.merge.report import RoundReport
+from torchrec_kstep.merge.transport import Exchange, Rounds
+from torchrec_kstep.merge_spec import MergeSpec
+from torchrec_kstep.ops.row_group import RowGroup
+
+Result = TypeVar("Result")
+
+
+def run_in_lockstep(replicas: Sequence[Rounds[Result]]) -> list[Result]:
+    """Runs the same rounds of all replicas, one exchange at a time, and returns their results by replica."""
+    try:
+        pending, results = _advance(replicas, [None] * len(replicas))
+        while pending:
+            received = [[exchange.parts[receiver] for exchange in pending] for receiver in range(len(replicas))]
+            for receiver, parts in enumerate(received):
+                sizes = [part.numel() for part in parts]
+                assert sizes == list(pending[receiver].received_bytes), f"{pending[receiver].phase}: sizes {sizes} were not expected"
+            pending, results = _advance(replicas, received)
+        return results
+    finally:
+        for replica in replicas:
+            replica.close()
+
+
+def _advance(replicas: Sequence[Rounds[Result]], received: Sequence[list[torch.Tensor] | None]) -> tuple[list[Exchange], list[Result]]:
+    """Lets each replica come to its next exchange, or to its end."""
+    pending: list[Exchange] = []
+    results: list[Result] = []
+    for replica, parts in zip(replicas, received, strict=True):
+        try:
+            pending.append(next(replica) if parts is None else replica.send(parts))
+        except StopIteration as end:
+            results.append(end.value)
+    phases = {exchange.phase for exchange in pending}
+    assert len(phases) <= 1, f"replicas are not in step: {phases}"
+    assert not (pending and results), f"replicas are not in step: {len(results)} ended, the others are at {phases}"
+    return pending, results
+
+
+class InProcessMerger:
+    """`RowMerger` for all replicas of one process."""
+
+    def __init__(self, replicas: Sequence[Sequence[RowGroup]], spec: MergeSpec) -> None:
+        """Takes the row groups of each replica; errors as of `RowMerger`."""
+        self._rows = [ReplicaRows(groups, spec, index, len(replicas)) for index, groups in enumerate(replicas)]
+        self._finished: list[RoundReport] = []
+        run_in_lockstep([rows.agree() for rows in self._rows])
+
+    def merge(self, round_index: int, num_local_steps: int, is_full: bool = False) -> list[RoundReport]:
+        """Merges all replicas; returns a report of each."""
+        return run_in_lockstep([rows.merge(round_index, num_local_steps, is_full) for rows in self._rows])
+
+    def begin(self, round_index: int, num_local_steps: int, is_full: bool = False) -> None:
+        """Sets aside what all replicas touched, and exchanges it; as `RowMerger.begin`."""
+        if self._rows[0].is_undecided:
+            self._finished = self.merge(round_index, num_local_steps, is_full)
+            return
+        for rows in self._rows:
+            rows.detach(round_index, num_local_steps, is_full)
+        run_in_lockstep([rows.exchange() for rows in self._rows])
+
+    def finish(self, num_steps_late: int = 0) -> list[RoundReport]:
+        """Corrects the rows of all replicas by the round that was begun; returns a report of each."""
+        reports, self._finished = self._finished, []
+        return reports or [rows.correct(num_steps_late) for rows in self._rows]
+
+    def reset(self) -> None:
+        """Forgets what was touched since the last round."""
+        for rows in self._rows:
+            rows.reset()
