@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torchrec_kstep._version import __version__
 
 if TYPE_CHECKING:
+    from torchrec_kstep.merge_spec import MergeSpec
     from torchrec_kstep.optim.cowclip import cow_clip
+    from torchrec_kstep.optim.kstep import KStepAdam
     from torchrec_kstep.optim_spec import AdamSpec, CowClip, RowwiseAdagradSpec, SgdSpec
     from torchrec_kstep.replicas import KStepEnv
     from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder, TieredEmbeddingCollectionSharder
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "AdamSpec": "torchrec_kstep.optim_spec",
     "CowClip": "torchrec_kstep.optim_spec",
+    "KStepAdam": "torchrec_kstep.optim.kstep",
     "KStepEnv": "torchrec_kstep.replicas",
+    "MergeSpec": "torchrec_kstep.merge_spec",
     "RowwiseAdagradSpec": "torchrec_kstep.optim_spec",
     "SgdSpec": "torchrec_kstep.optim_spec",
     "TierConfig": "torchrec_kstep.tier_config",
@@ -30,7 +34,9 @@ _HOMES = {
 __all__ = [
     "AdamSpec",
     "CowClip",
+    "KStepAdam",
     "KStepEnv",
+    "MergeSpec",
     "RowwiseAdagradSpec",
     "SgdSpec",
     "TierConfig",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -24,6 +25,16 @@ from torchrec_kstep.types import Split
 from torchrec_kstep.world import World
 
 
+class Replicas(Protocol):
+    """Copies of the model that train alone for some steps."""
+
+    def merge(self) -> None:
+        """Makes all of them equal. Collective."""
+
+    def take_scalars(self) -> dict[str, float]:
+        """Returns what merging cost since the last call."""
+
+
 @dataclass
 class Loop:
     """Trains a sharded task, evaluates it, and keeps its checkpoints. Every method is collective."""
@@ -40,6 +51,7 @@ class Loop:
     checkpoints: CheckpointManager
     sinks: Sinks
     table_scalars: Callable[[], Mapping[str, float]] = dict
+    replicas: Replicas | None = None
     plan_text: str = ""
 
     def __post_init__(self) -> None:
@@ -77,6 +89,7 @@ class Loop:
         order = BatchOrder(self.world.rank, self.world.world_size, self.config.train.eval_batch_size)
         stream = self.dataset.batches(split, order)
         metrics = CTRMetrics(device=self.device)
+        self._merge_replicas(step)
         self.dmp.eval()
         self.pipeline.reset()
         with self.timer.phase("evaluation"), torch.no_grad(), closing(iter(stream)) as batches:
@@ -134,6 +147,19 @@ class Loop:
         self.sinks.scalars("train", state.step, values | {f"{phase}_s": spent for phase, spent in seconds.items()})
         if counters := self.table_scalars():
             self.sinks.scalars("tiers", state.step, counters)
+        self._log_rounds(state.step)
+
+    def _merge_replicas(self, step: int) -> None:
+        """Makes all replicas equal: between rounds there is no one model to evaluate or save."""
+        if self.replicas is not None:
+            with self.timer.phase("optimizer"):
+                self.replicas.merge()
+            self._log_rounds(step)
+
+    def _log_rounds(self, step: int) -> None:
+        """Reports the merge rounds since the last report, as this rank saw them."""
+        if self.replicas is not None and (values := self.replicas.take_scalars()):
+            self.sinks.scalars("replicas", step, values)
 
     def _validate(self, state: TrainState) -> None:
         """Evaluates on validation and notes whether this is the best AUC so far."""
@@ -147,5 +173,6 @@ class Loop:
             state.num_evals_without_gain += 1
 
     def _save(self, state: TrainState) -> None:
+        self._merge_replicas(state.step)
         with self.timer.phase("checkpoint"):
             self.checkpoints.save(state, self.dmp, self.optimizer)

@@ -16,7 +16,7 @@ from torchrec_kstep.checkpoint import CheckpointManager, TrainState
 from torchrec_kstep.checkpoint.manifest import Scalar
 from torchrec_kstep.checkpoint.state import seed_rank
 from torchrec_kstep.config import load
-from torchrec_kstep.config.schema import RunConfig
+from torchrec_kstep.config.schema import KStepConfig, RunConfig, TiersConfig
 from torchrec_kstep.data import ensure_prepared, open_dataset
 from torchrec_kstep.data.dataset import Dataset
 from torchrec_kstep.data.order import BatchOrder
@@ -28,9 +28,12 @@ from torchrec_kstep.metrics.sink import Sinks
 from torchrec_kstep.metrics.throughput import PhaseTimer, TimedOptimizer
 from torchrec_kstep.models import CTRTask, build_model
 from torchrec_kstep.optim import LrSchedule, build_optimizer
+from torchrec_kstep.optim.accumulate import AccumulatingOptimizer
+from torchrec_kstep.optim.build_kstep import build_kstep_adam
 from torchrec_kstep.optim.scaling import describe, scale_optim, warnings
 from torchrec_kstep.planner import format_plan, make_plan
 from torchrec_kstep.planner.plan import find_tables
+from torchrec_kstep.replicas import KStepEnv, ReplicaLayout
 from torchrec_kstep.report import REPORT_NAME, write_facts, write_report
 from torchrec_kstep.runtime import Job, bound_waits, choose_device, cleaned_up, open_run_dir, run
 from torchrec_kstep.sharding import build_sharders, shard_task
@@ -102,20 +105,34 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
     table_device = torch.device("meta") if config.planner.kernel == "tiered" else None  # rows are made where they will live
     model = build_model(config.model, dataset.schema, seed=config.train.seed, table_device=table_device)
     task = CTRTask(model, world.world_size)
-    sharders = build_sharders(config.planner, config.optim, config.tiers, config.train.accumulation, world)
+    env = replicas_of(config.kstep, world)
+    tiers = tiers_in(run_dir, config.tiers, world)
+    kstep = None if env is None else config.kstep
+    sharders = build_sharders(config.planner, config.optim, tiers, config.train.accumulation, world, kstep)
     process_group = dist.GroupMember.WORLD
     assert process_group is not None
-    plan = make_plan(task, config.planner, world, sharders, config.train.batch_size, process_group)
+    sharing = world if env is None else env.replica_world
+    plan = make_plan(task, config.planner, sharing, sharders, config.train.batch_size, process_group, world.local_world_size)
     plan_text = format_plan(plan, find_tables(task))
-    dmp = shard_task(task, plan, sharders, world, device)
+    if env is None:
+        dmp = shard_task(task, plan, sharders, world, device)
+    else:
+        dmp = shard_task(task, env.localize(plan), sharders, world, device, env.dmp_kwargs())
     bound_waits(timedelta(seconds=config.distributed.timeout_s))  # sharding may have made groups of its own
-    optimizer = build_optimizer(dmp, config.optim, config.train.accumulation)
+    replicas = None
+    if env is None:
+        optimizer = build_optimizer(dmp, config.optim, config.train.accumulation)
+    else:
+        num_steps_per_pass = batch_order(config, world).num_steps(dataset.num_rows("train"))
+        replicas = build_kstep_adam(dmp, config.optim, config.kstep, env, num_steps_per_pass, config.train.seed)
+        optimizer = AccumulatingOptimizer(replicas, config.train.accumulation) if config.train.accumulation > 1 else replicas
     timer = PhaseTimer()
     checkpoints = CheckpointManager(
         run_dir / "checkpoints",
         config.checkpoint.keep,
         contract(config, world, dataset),
         copies_stores=config.checkpoint.tables == "full",
+        writes=env is None or env.replica == 0,
     )
     return Loop(
         config=config,
@@ -130,8 +147,25 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
         checkpoints=checkpoints,
         sinks=Sinks(),
         table_scalars=partial(tier_scalars, dmp),
+        replicas=replicas,
         plan_text=plan_text,
     )
+
+
+def replicas_of(kstep: KStepConfig, world: World) -> KStepEnv | None:
+    """Returns the replicas that `kstep` asks for; None where all ranks share one model. Collective.
+
+    Raises:
+        ConfigError: replicas of that size do not fill the ranks.
+    """
+    if not kstep.k:
+        return None
+    return KStepEnv(ReplicaLayout(world, kstep.ranks_per_replica or world.local_world_size), timeout_s=kstep.timeout_s)
+
+
+def tiers_in(run_dir: Path, tiers: TiersConfig, world: World) -> TiersConfig:
+    """Returns tiers that have a place: where none was named, below the run directory, which hosts may share."""
+    return tiers if tiers.ssd_paths else replace(tiers, ssd_paths=[str(run_dir / "rows" / f"host{world.host}")])
 
 
 def resume(loop: Loop, run_dir: Path) -> TrainState:

@@ -35,7 +35,7 @@ class CheckpointManager:
     exception: their row stores take snapshots of their own, to which the manifest refers, unless whole tables are asked for.
     """
 
-    def __init__(self, folder: Path, keep: int, contract: Mapping[str, Scalar], copies_stores: bool = False) -> None:
+    def __init__(self, folder: Path, keep: int, contract: Mapping[str, Scalar], copies_stores: bool = False, writes: bool = True) -> None:
         """Looks at nothing yet.
 
         Args:
@@ -44,7 +44,10 @@ class CheckpointManager:
             contract: what a run must share with the one that saved, for its checkpoint to be continued.
             copies_stores: copy tables on SSD into the checkpoint as a whole, instead of leaving them to snapshots of their
                 row stores.
+            writes: whether this rank holds part of the copy that is written: with several replicas, those of the first. Row stores
+                take snapshots on all ranks.
         """
+        self._writes = writes
         self._folder = folder
         self._keep = max(keep, 1)
         self._contract = dict(contract)
@@ -79,8 +82,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: on all ranks, if any of them could not write; older checkpoints are intact.
         """
-        slots = {**_slots(dmp.state_dict(), optimizer.state_dict()), **_random_slots(dist.get_rank(), random_state())}
+        slots = _slots(dmp.state_dict(), optimizer.state_dict())
         stores = RunStores.find(slots)
+        slots = {**(slots if self._writes else {}), **_random_slots(dist.get_rank(), random_state())}
         references: tuple[StoreReference, ...] = ()
         if stores.names and not self._copies_stores:
             references = self._snapshot(stores, state.step)

@@ -63,8 +63,11 @@ class PlannerConfig:
     """How tables are sharded."""
 
     sharding: str = "auto"  # auto | data_parallel | table_wise | row_wise | column_wise | table_row_wise
-    kernel: str = "dense"  # dense: gradients and torch.optim; fused: FBGEMM updates rows inside backward; tiered: our row store does
+    kernel: str = "tiered"  # dense: gradients and torch.optim; fused: FBGEMM updates rows inside backward; tiered: our row store does
     tables: dict[str, str] = field(default_factory=dict)  # sharding of single tables by name, e.g. {user_id: row_wise}
+    engine: str = "torchrec"  # topology: places tables by what a step takes on the machines; torchrec: TorchRec's own planner
+    topology: str = ""  # the machines: a file, or a name in conf/topology; "" = hosts like this one, without measuring (engine=topology)
+    plan_cache: str = ""  # folder of plans, to be found again for the same task on the same machines; "" = none (engine=topology)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class TiersConfig:
 
     name: str = "dram"  # dram: all rows in DRAM; dram_ssd: a cache in DRAM over SSD
     dram_bytes: str = "1GiB"  # cache of rows, e.g. 8GiB (dram_ssd)
-    ssd_paths: list[str] = field(default_factory=list)  # folders, one per drive, for this run alone (dram_ssd)
+    ssd_paths: list[str] = field(default_factory=list)  # folders, one per drive, for this run alone; [] = run_dir/rows/host<n> (dram_ssd)
     ssd_bytes: str = ""  # quota over all paths, e.g. 1TiB; "" = what the drives hold (dram_ssd)
     segment_bytes: str = "64MiB"  # size of the files in which rows are written (dram_ssd)
     prefetch_depth: int = 2  # batches whose rows are brought up ahead (dram_ssd)
@@ -104,6 +107,30 @@ class OptimConfig:
     clip_exempt: list[str] = field(default_factory=lambda: ["wide_*"])  # names of tables that are not clipped, * and ? allowed
     scaling: str = "none"  # none | linear | sqrt | sqrt_l2_kept | cowclip: how rates follow the batch from base_batch_size
     base_batch_size: int = 0  # rows per step for which the rates above were tuned; needed by scaling
+
+
+@dataclass(frozen=True)
+class KStepConfig:
+    """Replicas that train alone for k steps and are merged then (planner.kernel=tiered, Adam)."""
+
+    k: int = 0  # steps from one merge round to the next; 1 = replicas average gradients in every step; 0 = no replicas, all ranks share one
+    ranks_per_replica: int = 0  # ranks that share a replica; 0 = those of a host; any divisor or multiple of these
+    num_warmup_steps: int = 0  # steps at the start with k=1
+    stages: list[str] = field(default_factory=list)  # later values of k, each "<from step>:<k>", e.g. ["5000:50"]
+    recipe: str = "default"  # default | paper: row_merge, moments, bias_correction and lr_factor that belong together
+    row_merge: str = ""  # union | mean | touched: weight of the replicas' changes of a row; "" = the recipe's
+    moments: str = ""  # renew | delta: how moments of rows are merged; "" = the recipe's
+    bias_correction: str = ""  # row | global: step count that corrects the bias of the tables' Adam; "" = the recipe's
+    lr_factor: float = 0.0  # factor on all rates in local steps; 0 = the recipe's
+    row_states: str = "all"  # all | weights | auto: moments of rows sent always, never, or for tables of which much is touched in a round
+    m_period_rounds: int = 1  # rounds from one merge of first moments to the next
+    v_period_rounds: int = 1  # rounds from one merge of second moments to the next
+    wire: str = "fp32"  # fp32 | bf16 | int8: how values travel between replicas; narrow ones are rounded at random, right on average
+    overlap_steps: int = 0  # steps that training goes on while a round travels, whose result is applied that late; 0 = it waits
+    variant: str = "local"  # local | frozen: divide by the replica's own second moment, or by the larger of it and that of the last round
+    is_amsgrad: bool = False  # variant=frozen: the shared second moment never falls
+    bucket_bytes: str = "64MiB"  # memory of a round's buffers, however many rows were touched
+    timeout_s: float = 120.0  # seconds that ranks wait for one another in a round before the job fails
 
 
 @dataclass(frozen=True)
@@ -164,6 +191,7 @@ class RunConfig:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    kstep: KStepConfig = field(default_factory=KStepConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "planner.sharding": ("auto", *_SHARDINGS),
     "planner.kernel": ("dense", "fused", "tiered"),
     "planner.tables": _SHARDINGS,
+    "planner.engine": ("topology", "torchrec"),
     "tiers.name": ("dram", "dram_ssd"),
     "optim.dense": ("adam", "sgd", "adagrad"),
     "optim.embedding": ("adam", "sgd", "adagrad", "rowwise_adagrad"),
@@ -31,6 +33,13 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "optim.warmup_covers": ("all", "dense"),
     "optim.clip": ("none", "cowclip"),
     "optim.scaling": ("none", "linear", "sqrt", "sqrt_l2_kept", "cowclip"),
+    "kstep.recipe": ("default", "paper"),
+    "kstep.row_merge": ("", "union", "mean", "touched"),
+    "kstep.moments": ("", "renew", "delta"),
+    "kstep.bias_correction": ("", "row", "global"),
+    "kstep.row_states": ("all", "weights", "auto"),
+    "kstep.wire": ("fp32", "bf16", "int8"),
+    "kstep.variant": ("local", "frozen"),
     "train.pipeline": ("sparse_dist", "base", "plain"),
     "train.device": ("cpu", "cuda"),
     "checkpoint.tables": ("store", "full"),
@@ -110,6 +119,14 @@ BOUNDS: Mapping[str, Bounds] = {
     "optim.clip_ratio": POSITIVE,
     "optim.clip_zeta": NOT_NEGATIVE,
     "optim.base_batch_size": ANY_COUNT,
+    "kstep.k": ANY_COUNT,
+    "kstep.ranks_per_replica": ANY_COUNT,
+    "kstep.num_warmup_steps": ANY_COUNT,
+    "kstep.lr_factor": NOT_NEGATIVE,
+    "kstep.m_period_rounds": AT_LEAST_ONE,
+    "kstep.v_period_rounds": AT_LEAST_ONE,
+    "kstep.overlap_steps": ANY_COUNT,
+    "kstep.timeout_s": POSITIVE,
     "train.batch_size": ROWS_PER_BATCH,
     "train.accumulation": AT_LEAST_ONE,
     "train.eval_batch_size": ROWS_PER_BATCH,
@@ -197,6 +214,7 @@ def _run_rules(config: RunConfig) -> Iterator[Finding]:
     yield from _model_rules(config)
     yield from _fused_rules(config)
     yield from _tier_rules(config)
+    yield from _kstep_rules(config)
     yield from _large_batch_rules(config)
     planner, optim, train = config.planner, config.optim, config.train
     if planner.kernel == "dense" and optim.embedding == "rowwise_adagrad":
@@ -298,6 +316,37 @@ def _fused_rules(config: RunConfig) -> Iterator[Finding]:
         )
 
 
+def _kstep_rules(config: RunConfig) -> Iterator[Finding]:
+    """Says what replicas cannot be merged of."""
+    kstep, planner, optim = config.kstep, config.planner, config.optim
+    if not kstep.k:
+        return
+    if planner.kernel != "tiered":
+        yield Finding(
+            f"kstep.k={kstep.k} with planner.kernel={planner.kernel}: replicas are merged by their touched rows, which only tiered tables "
+            "know; choose planner=tiered",
+            ("kstep.k", "planner.kernel"),
+        )
+    for key, value in (("optim.dense", optim.dense), ("optim.embedding", optim.embedding)):
+        if value != "adam":
+            yield Finding(f"kstep.k={kstep.k} with {key}={value}: replicas are merged by the rules of Adam; choose adam", ("kstep.k", key))
+    if optim.clip_norm > 0 and optim.clip_covers == "all":
+        yield Finding(
+            f"kstep.k={kstep.k} with optim.clip_covers=all: the norm of all gradients is known within a replica only, and tables step "
+            "before it is; choose optim.clip_covers=dense, which bounds the dense gradient of each replica",
+            ("kstep.k", "optim.clip_covers"),
+        )
+    if kstep.overlap_steps >= kstep.k:
+        yield Finding(
+            f"kstep.overlap_steps={kstep.overlap_steps} with kstep.k={kstep.k}: a round must end before the next begins; choose at most "
+            f"{kstep.k - 1}",
+            ("kstep.overlap_steps", "kstep.k"),
+        )
+    for stage in kstep.stages:
+        if not re.fullmatch(r"[0-9]+:[1-9][0-9]*", stage):
+            yield Finding(f"kstep.stages: {stage!r} is no '<from step>:<k>', e.g. '5000:50'", ("kstep.stages",))
+
+
 def _tier_rules(config: RunConfig) -> Iterator[Finding]:
     """Says what tiered tables cannot do, and when tiers are set up for nothing."""
     planner, tiers, optim, train = config.planner, config.tiers, config.optim, config.train
@@ -307,8 +356,6 @@ def _tier_rules(config: RunConfig) -> Iterator[Finding]:
                 f"tiers.name=dram_ssd with planner.kernel={planner.kernel}: only tiered tables use tiers; choose planner=tiered",
                 ("tiers.name", "planner.kernel"),
             )
-        if not tiers.ssd_paths:
-            yield Finding("tiers.name=dram_ssd without tiers.ssd_paths: name a folder per drive", ("tiers.name", "tiers.ssd_paths"))
         if tiers.lookahead < tiers.prefetch_depth:
             yield Finding(
                 f"tiers.lookahead={tiers.lookahead} is less than tiers.prefetch_depth={tiers.prefetch_depth}",
@@ -319,19 +366,20 @@ def _tier_rules(config: RunConfig) -> Iterator[Finding]:
     if optim.embedding == "adagrad":
         yield Finding(
             "planner.kernel=tiered with optim.embedding=adagrad: tiered tables have row-wise Adagrad only; "
-            "choose optim.embedding=adam, sgd or rowwise_adagrad",
+            "choose optim.embedding=adam, sgd or rowwise_adagrad, or planner=dense",
             ("planner.kernel", "optim.embedding"),
         )
     if train.device != "cpu":
         yield Finding(
-            f"planner.kernel=tiered with train.device={train.device}: rows are looked up on the CPU; choose train.device=cpu",
+            f"planner.kernel=tiered with train.device={train.device}: rows are looked up on the CPU; choose train.device=cpu or "
+            "planner=dense",
             ("planner.kernel", "train.device"),
         )
     replicated = [name for name, sharding in planner.tables.items() if sharding == "data_parallel"]
     if planner.sharding == "data_parallel" or replicated:
         which = "planner.sharding=data_parallel" if planner.sharding == "data_parallel" else f"planner.tables.{replicated[0]}=data_parallel"
         yield Finding(
-            f"planner.kernel=tiered with {which}: rows in tiers have one owner; choose another sharding",
+            f"planner.kernel=tiered with {which}: rows in tiers have one owner; choose another sharding, or planner=dense",
             ("planner.kernel", "planner.sharding", "planner.tables"),
         )
     columns = [name for name, sharding in planner.tables.items() if sharding == "column_wise"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from torchrec_kstep.errors import DivergenceError, MergeError, RankFailure
+from torchrec_kstep.errors import DivergenceError, LaunchError, MergeError, RankFailure
 from torchrec_kstep.world import World
 
 _POLL_S = 0.02
@@ -48,27 +48,30 @@ class RoundAgreement:
             DivergenceError: a rank is ill; its own words.
             MergeError: facts differ; named with both values.
         """
-        number, self._num_asked = self._num_asked, self._num_asked + 1
-        self._store.set(self._key(number, self._world.rank), json.dumps({"facts": dict(facts), "ill": ill}))
-        answers = self._answers(number, facts)
-        if number:  # all ranks have come here, so nobody reads the last question any more
-            self._store.delete_key(self._key(number - 1, self._world.rank))
+        answers = self.answers(facts, ill)
         for rank, answer in enumerate(answers):
             if answer["ill"]:
                 raise DivergenceError(f"rank {rank}: {answer['ill']}; nothing was merged, the last checkpoint is intact")
-        first = answers[0]["facts"]
-        for rank, answer in enumerate(answers):
-            theirs = answer["facts"]
-            if theirs != first:
-                names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
-                shown = "; ".join(f"{name} is {theirs.get(name)!r} there and {first.get(name)!r} on rank 0" for name in names[:_SHOWN])
-                raise MergeError(
-                    f"ranks cannot merge: rank {rank} differs from rank 0: {shown}. All ranks must take the same number of steps with the "
-                    "same k and plan, and flush together; give all ranks equally many batches"
-                )
+        if found := _difference([answer["facts"] for answer in answers]):
+            raise MergeError(
+                f"ranks cannot merge: {found}. All ranks must take the same number of steps with the same k and plan, and merge together; "
+                "give all ranks equally many batches"
+            )
 
-    def _answers(self, number: int, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Waits for the answers of all ranks."""
+    def answers(self, facts: Mapping[str, Any], ill: str = "") -> list[dict[str, Any]]:
+        """Returns what all ranks answered, by rank: `facts` and `ill`. Must be called on all ranks.
+
+        Raises:
+            RankFailure: a rank did not come within the deadline; named.
+        """
+        number, self._num_asked = self._num_asked, self._num_asked + 1
+        self._store.set(self._key(number, self._world.rank), json.dumps({"facts": dict(facts), "ill": ill}))
+        found = self._wait(number, facts)
+        if number:  # all ranks have come here, so nobody reads the last question any more
+            self._store.delete_key(self._key(number - 1, self._world.rank))
+        return found
+
+    def _wait(self, number: int, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         keys = [self._key(number, rank) for rank in range(self._world.world_size)]
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout_s))
@@ -94,6 +97,36 @@ class RoundAgreement:
 
     def _key(self, number: int, rank: int) -> str:
         return f"{self._name}/{number}/{rank}"
+
+
+def check_same(store: Store, world: World, topic: str, facts: Mapping[str, Any], timeout_s: float) -> None:
+    """Makes sure that all ranks were told the same; unlike `doctor.check_agreement`, all ranks fail if one differs. Call it on all ranks.
+
+    Args:
+        store: common to all ranks.
+        world: who this rank is.
+        topic: what the facts are about; asked once a store.
+        facts: values by name that survive JSON.
+        timeout_s: how long to wait for the other ranks.
+
+    Raises:
+        RankFailure: a rank did not come.
+        LaunchError: facts differ; named with both values.
+    """
+    answers = RoundAgreement(store, world, timeout_s, topic).answers(facts)
+    if found := _difference([answer["facts"] for answer in answers]):
+        raise LaunchError(f"{topic}: {found}; start all ranks with the same code, configuration and plan")
+
+
+def _difference(facts: list[dict[str, Any]]) -> str:
+    """Says in what a rank differs from rank 0; "" where none does."""
+    first = facts[0]
+    for rank, theirs in enumerate(facts):
+        if theirs != first:
+            names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+            shown = "; ".join(f"{name} is {theirs.get(name)!r} there and {first.get(name)!r} on rank 0" for name in names[:_SHOWN])
+            return f"rank {rank} differs from rank 0: {shown}"
+    return ""
 
 
 def _shown(facts: Mapping[str, Any]) -> str:

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_kstep.doctor import check_agreement
-from torchrec_kstep.replicas.agreement import RoundAgreement
+from torchrec_kstep.replicas.agreement import RoundAgreement, check_same
 from torchrec_kstep.replicas.layout import ReplicaLayout
 from torchrec_kstep.replicas.plans import localize, plan_digest
 from torchrec_kstep.torchrec_seam.replicas import (
@@ -20,6 +20,7 @@ from torchrec_kstep.torchrec_seam.replicas import (
 )
 from torchrec_kstep.world import World
 
+_NUMBERS = count()  # of the environments made in this process, which the store tells apart
 START_TIMEOUT_S = 120.0  # for ranks to come to a question that is asked once
 
 
@@ -72,14 +73,14 @@ class KStepEnv:
         self.world = layout.world
         self.replica_world = layout.replica_world()
         self.timeout_s = timeout_s
-        self._store = PrefixStore("replicas", store if store is not None else default_store())
+        self._store = PrefixStore(f"replicas/{next(_NUMBERS)}", store if store is not None else default_store())
         self._num_plans = 0
         self._num_agreements = 0
         self.plan_digest = ""
-        check_agreement(
+        check_same(
             self._store,
             self.world,
-            "layout",
+            "replicas",
             {
                 "number of ranks": self.world.world_size,
                 "ranks per host": self.world.local_world_size,
@@ -170,7 +171,7 @@ class KStepEnv:
         moved = localize(plan, self.layout.sharding_ranks(self.replica)[0], self.layout.ranks_per_replica)
         digest = plan_digest(plan)
         topic, self._num_plans = f"plan {self._num_plans}", self._num_plans + 1
-        check_agreement(self._store, self.world, topic, {"sharding plan": digest}, START_TIMEOUT_S)
+        check_same(self._store, self.world, topic, {"sharding plan": digest}, START_TIMEOUT_S)
         self.plan_digest = digest
         return moved
 
@@ -178,9 +179,10 @@ class KStepEnv:
         """Makes sure that all ranks hold the same facts. Call it on all ranks, once for each topic.
 
         Raises:
-            LaunchError: a rank did not come, or its facts differ.
+            RankFailure: a rank did not come.
+            LaunchError: facts differ.
         """
-        check_agreement(self._store, self.world, topic, facts, START_TIMEOUT_S)
+        check_same(self._store, self.world, topic, facts, START_TIMEOUT_S)
 
     def round_agreement(self) -> RoundAgreement:
         """Returns a new agreement of all ranks. Call it on all ranks in the same order; it asks nothing yet."""

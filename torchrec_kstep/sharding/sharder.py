@@ -1,12 +1,14 @@
 """The sharder of embedding tables, and the fused optimizers that it hands to FBGEMM's kernels."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
-from torchrec_kstep.config.schema import OptimConfig, PlannerConfig, TiersConfig
+from torchrec_kstep.config.schema import KStepConfig, OptimConfig, PlannerConfig, TiersConfig
 from torchrec_kstep.errors import ConfigError
+from torchrec_kstep.merge_spec import RECIPES
 from torchrec_kstep.optim_spec import AdamSpec, CowClip, OptimizerSpec, RowwiseAdagradSpec, SgdSpec
 from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder
 from torchrec_kstep.tier_config import TierConfig
@@ -59,7 +61,12 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # torchr
 
 
 def build_sharders(
-    planner: PlannerConfig, optim: OptimConfig, tiers: TiersConfig | None = None, accumulation: int = 1, world: World | None = None
+    planner: PlannerConfig,
+    optim: OptimConfig,
+    tiers: TiersConfig | None = None,
+    accumulation: int = 1,
+    world: World | None = None,
+    kstep: KStepConfig | None = None,
 ) -> list[ModuleSharder[nn.Module]]:
     """Makes the sharders for the chosen kernel and, where that updates rows itself, the optimizer inside it. Not collective.
 
@@ -70,6 +77,7 @@ def build_sharders(
         accumulation: micro-batches per step; above 1, or where the norm of their gradients is to be bounded, tiered tables are
             updated in `step` instead of inside backward.
         world: this rank's position, which tells its part of the tiers; by default torchrun's.
+        kstep: how replicas are merged, for which rows remember what touched them; None without replicas.
 
     Raises:
         ConfigError: lists every unsupported combination.
@@ -79,7 +87,7 @@ def build_sharders(
         is_deferred = accumulation > 1 or clips_tables(optim)
         return [
             TieredEmbeddingBagCollectionSharder(
-                row_optimizer(optim), tier_config(tiers or TiersConfig()), world=world, deferred=is_deferred
+                row_optimizer(optim, kstep), tier_config(tiers or TiersConfig()), world=world, deferred=is_deferred
             )
         ]
     if planner.kernel == "dense":
@@ -97,14 +105,25 @@ def clips_tables(optim: OptimConfig) -> bool:
     return optim.clip_norm > 0 and optim.clip_covers == "all"
 
 
-def row_optimizer(optim: OptimConfig) -> OptimizerSpec:
-    """Translates the optimizer of the tables into that of their rows: the same rule, for the rows of a batch only."""
+def row_optimizer(optim: OptimConfig, kstep: KStepConfig | None = None) -> OptimizerSpec:
+    """Translates the optimizer of the tables into that of their rows: the same rule, for the rows of a batch only.
+
+    With `kstep` it has the bias correction that goes with the way to merge, and rows count their updates between rounds.
+    """
     clip = CowClip(optim.clip_ratio, optim.clip_zeta, tuple(optim.clip_exempt)) if optim.clip == "cowclip" else None
     if optim.embedding == "adam":
-        return AdamSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+        adam = AdamSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+        return adam if kstep is None else _mergeable(adam, kstep)
     if optim.embedding == "rowwise_adagrad":
         return RowwiseAdagradSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip, eps=optim.eps)
     return SgdSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip)
+
+
+def _mergeable(adam: AdamSpec, kstep: KStepConfig) -> AdamSpec:
+    bias = kstep.bias_correction or RECIPES["paper" if kstep.recipe == "paper" else "default"].bias_correction
+    num_trackers = len({1, kstep.m_period_rounds, kstep.v_period_rounds})
+    adam = replace(adam, bias_correction="row" if bias == "row" else "global", touches="count")
+    return replace(adam, num_trackers=num_trackers) if num_trackers > 1 else adam
 
 
 def tier_config(tiers: TiersConfig) -> TierConfig | None:

@@ -1,5 +1,8 @@
 """From an unsharded task and a plan to the module that trains."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +21,7 @@ def shard_task(
     sharders: list[ModuleSharder[nn.Module]],
     world: World,
     device: torch.device,
+    replicas: Mapping[str, Any] | None = None,
 ) -> DistributedModelParallel:
     """Shards `task` over the ranks of the default process group, keeping its weights. Collective: call on all ranks.
 
@@ -32,6 +36,7 @@ def shard_task(
         sharders: the sharders that the plan was made with.
         world: this rank's position.
         device: where shards and dense parameters live; `cpu` only for now.
+        replicas: `KStepEnv.dmp_kwargs()`, with the plan of this rank's replica; None: all ranks share the tables.
 
     Raises:
         ConfigError: the weights of `task` are on `meta`, so there is nothing to copy, or `device` is no CPU.
@@ -51,8 +56,8 @@ def shard_task(
     for sharder in sharders:
         if isinstance(sharder, TieredEmbeddingBagCollectionSharder):
             sharder.divide_over(plan)
-    env = ShardingEnv.from_process_group(dist.GroupMember.WORLD)
-    dmp = DistributedModelParallel(module=task, env=env, device=device, plan=plan, sharders=sharders)
+    where = replicas or {"env": ShardingEnv.from_process_group(dist.GroupMember.WORLD)}
+    dmp = DistributedModelParallel(module=task, device=device, plan=plan, sharders=sharders, **where)
     missing, _ = dmp.load_state_dict(dict(weights), strict=False)  # a copy, because TorchRec renames keys in place
     lost = [name for name in missing if not any(weight.endswith(name) for weight in tiered)]  # TorchRec leaves out some paths
     assert not lost, f"weights were lost on the way: {lost}"

@@ -1,0 +1,472 @@
+"""KStepAdam: replicas train alone for k steps, then merge what they touched."""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
+
+from torchrec_kstep.errors import CheckpointError, ConfigError, MergeError, RankFailure
+from torchrec_kstep.merge.dense import FIRST, SECOND, WEIGHT, DenseMerger, ReplicaMean
+from torchrec_kstep.merge.gradients import GradientExchange
+from torchrec_kstep.merge.rows import RowMerger
+from torchrec_kstep.merge.transport import ProcessGroupTransport
+from torchrec_kstep.merge_spec import RECIPES, MergeSpec, RecipeName, mixture_warnings
+from torchrec_kstep.optim.build import mark_tables, split_parameters
+from torchrec_kstep.optim.frozen import FrozenAdam
+from torchrec_kstep.optim.keyed import TorchOptimizer, torch_optimizer
+from torchrec_kstep.optim.period import Period, few_rounds_warning
+from torchrec_kstep.optim.rounds import RoundTotals
+from torchrec_kstep.optim_spec import AdamSpec
+from torchrec_kstep.replicas import KStepEnv, plan_digest
+from torchrec_kstep.sharding.tiered.kernel import TieredKernel
+from torchrec_kstep.sharding.tiered.state import kernels_of_model
+from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
+from torchrec_kstep.torchrec_seam.sharding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+
+Variant = Literal["local", "frozen"]
+STATE_KEY = "kstep"
+
+
+class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type information
+    """Adam over a sharded model whose replicas exchange nothing for k steps and are merged then. See docs/kstep.md.
+
+    Tiered tables are stepped by their own kernels as their `AdamSpec` says, dense parameters by Adam as said here. A step is one
+    call of `step()`, however many backwards came before. After k steps without exchange a *round* merges the rows that any
+    replica touched, the dense parameters and the buffers; afterwards all replicas hold the same bits. k = 1 is synchronous
+    training: gradients are averaged over replicas before every step. One replica is plain Adam for every k.
+
+    Call `merge()` on all ranks before the model is evaluated, saved or exported, and at the end: between rounds replicas differ,
+    and `state_dict` refuses. `zero_grad`, `step` and `merge` are collective; all ranks must take equally many steps.
+    """
+
+    def __init__(
+        self,
+        dmp: DistributedModelParallel,
+        *,
+        env: KStepEnv,
+        k: int | Mapping[int, int] = 20,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        clip_norm: float = 0.0,
+        variant: Variant = "local",
+        is_amsgrad: bool = False,
+        recipe: RecipeName = "default",
+        merge: MergeSpec | None = None,
+        lr_factor: float | None = None,
+        num_warmup_steps: int = 0,
+        num_steps_per_pass: int | None = None,
+        summed_buffers: Sequence[str] = (),
+    ) -> None:
+        """Makes the dense part, checks that all ranks agree, and starts all replicas alike. Collective; make it before the first step.
+
+        Args:
+            dmp: sharded with `env.dmp_kwargs()` and `env.localize(plan)`.
+            env: the replicas.
+            k: steps from one round to the next; or k by the step from which it holds.
+            lr: learning rate of dense parameters; tables have that of their `AdamSpec`.
+            betas: decays of the dense moments.
+            eps: of the dense part.
+            weight_decay: L2 added to dense gradients; tables have that of their `AdamSpec`.
+            clip_norm: bound on the norm of the dense gradient, tables not counted; of one replica in local steps, of the mean over
+                replicas at k = 1; 0 = none.
+            variant: "local": every replica divides by its own second moment; "frozen": by the larger of its own and the one of the last
+                round.
+            is_amsgrad: in the frozen variant, never lets the shared second moment fall.
+            recipe: what belongs together, "default" or "paper".
+            merge: how rounds merge, in place of a recipe; its `k` and `timeout_s` are not used.
+            lr_factor: factor on all learning rates in local steps; None = the recipe's, or 1 where `merge` is given.
+            num_warmup_steps: steps at the start with k = 1.
+            num_steps_per_pass: steps of one pass over the data, to warn where it has too few rounds.
+            summed_buffers: names of buffers that add up over ranks; the other floating point ones are averaged.
+
+        Raises:
+            ConfigError: tables that cannot be merged, by name and reason; or values out of range.
+            LaunchError: ranks differ in what they were told.
+        """
+        self.env = env
+        self.period = Period(k, num_warmup_steps)
+        self.spec = replace(merge or MergeSpec.of_recipe(recipe), k=max(self.period.largest, 1), timeout_s=env.timeout_s)
+        own_factor = 1.0 if merge is not None else RECIPES[recipe].lr_factor(env.num_replicas)
+        self._lr_factor = own_factor if lr_factor is None or env.num_replicas == 1 else lr_factor
+        self._kernels = kernels_of_model(dmp)
+        if variant not in ("local", "frozen"):
+            raise ConfigError(f"KStepAdam: variant is {variant!r}, expected 'local' or 'frozen'")
+        self._dense_adam: FrozenAdam | None = None
+        optimizer = self._make_optimizer(dmp, lr, betas, eps, weight_decay, clip_norm, variant, is_amsgrad)
+        super().__init__(optimizer)
+        self.num_steps = 0
+        self.num_rounds = 0
+        self._rows: RowMerger | None = None
+        self._rows_key = f"rows_{env.layout.position}"  # ranks at different positions hold different tables
+        self.totals = RoundTotals()
+        self._num_unmerged_steps = 0
+        self._is_equal = True  # whether replicas hold the same bits, moments included
+        self._num_steps_pending = 0
+        self._is_pending = False
+        if env.num_replicas > 1:
+            self._prepare_replicas(dmp, betas, summed_buffers, variant, num_steps_per_pass)
+        self._set_mode()
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the next step averages gradients over replicas."""
+        return self.env.num_replicas > 1 and self.period(self.num_steps) == 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients and hands learning rates to tables."""
+        with self._scaled_rates():
+            self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Takes one step, and merges if k steps have passed. Collective.
+
+        Raises:
+            RankFailure: another rank went away, or did not come within the deadline; names it and the phase.
+            MergeError: ranks differ in step, k or plan.
+            DivergenceError: a replica holds a value that is not finite; names the parameter or table.
+        """
+        is_synchronous = self.is_synchronous
+        if is_synchronous:
+            self._average_gradients()
+        with self._scaled_rates():
+            self._optimizer.step(closure)
+        self.num_steps += 1
+        if is_synchronous:
+            self._forget_touches()
+        elif self.env.num_replicas > 1:
+            self._after_local_step()
+        self._set_mode()
+
+    def merge(self) -> None:
+        """Makes all replicas equal, moments included, whatever their periods. Collective over all ranks; costs little if they are.
+
+        Raises:
+            RankFailure, MergeError, DivergenceError: as `step`.
+        """
+        if self.env.num_replicas == 1:
+            return
+        self._finish_pending()
+        if self._is_equal and not self._num_unmerged_steps:
+            self._agree("flush", self._dense.find_ill(self._dense.collect(self.num_rounds)))
+            with self._naming("buffers"):
+                self._dense.merge_buffers()
+        else:
+            self._merge(is_full=True)
+        self._set_mode()
+
+    def take_scalars(self) -> dict[str, float]:
+        """Returns what the rounds since the last call cost and did on this rank; empty without any. Not collective."""
+        return self.totals.take(self.num_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state, the same on all replicas. Not collective.
+
+        Raises:
+            CheckpointError: replicas differ since the last round: call `merge()` first.
+        """
+        if self._num_unmerged_steps or not self._is_equal or self._is_pending:
+            raise CheckpointError(
+                f"replicas have trained alone for {self._num_unmerged_steps} steps since the last round: call merge() on all ranks before "
+                "the state is read"
+            )
+        state: dict[str, Any] = self._optimizer.state_dict()
+        own: dict[str, Any] = {"num_steps": self.num_steps, "num_rounds": self.num_rounds}
+        if self._rows is not None and self.spec.row_states == "auto":  # as text: which tables are decided differs from time to time
+            own[self._rows_key] = json.dumps(self._rows.state_dict())
+        return {**state, STATE_KEY: own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state, of any k and number of replicas; the running interval is forgotten. Load the same on all ranks."""
+        own = state_dict.get(STATE_KEY, {"num_steps": 0, "num_rounds": 0})
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
+        self.num_steps, self.num_rounds = int(own["num_steps"]), int(own["num_rounds"])
+        self._num_unmerged_steps, self._is_equal = 0, True
+        if self.env.num_replicas > 1:
+            self._forget_touches()
+            self._dense.restart()
+            if self._rows is not None and self._rows_key in own:
+                self._rows.load_state_dict(json.loads(own[self._rows_key]))
+        self._set_mode()
+
+    def _make_optimizer(
+        self,
+        dmp: DistributedModelParallel,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        clip_norm: float,
+        variant: Variant,
+        is_amsgrad: bool,
+    ) -> KeyedOptimizer:
+        """Joins dense Adam and the optimizers of the tables."""
+        parts: list[KeyedOptimizer] = []
+        dense, tables_with_gradients = split_parameters(dmp)
+        if tables_with_gradients:
+            names = ", ".join(list(tables_with_gradients)[:3])
+            raise ConfigError(
+                f"KStepAdam: tables with the dense kernel ({names}) are stepped as a whole and cannot be merged by their touched rows: "
+                f'give them compute_kernel="{CUSTOMIZED_KERNEL}" (planner.kernel=tiered)'
+            )
+        self._dense_params = dense
+        if dense:
+            params: list[torch.Tensor] = list(dense.values())
+            if variant == "frozen":
+                self._dense_adam = FrozenAdam(params, lr, betas, eps, weight_decay, is_amsgrad)
+            inner = self._dense_adam or torch_optimizer("adam", params, lr, betas, eps, weight_decay)
+            optimizer: KeyedOptimizer = TorchOptimizer(dense, inner)
+            self._dense_state = {name: inner.state[param] for name, param in dense.items()}
+            parts.append(GradientClippingOptimizer(optimizer, GradientClipping.NORM, clip_norm) if clip_norm else optimizer)
+        parts.append(dmp.fused_optimizer)
+        mark_tables(dmp.fused_optimizer)
+        return CombinedOptimizer(parts)
+
+    def _prepare_replicas(
+        self,
+        dmp: DistributedModelParallel,
+        betas: tuple[float, float],
+        summed_buffers: Sequence[str],
+        variant: Variant,
+        num_steps_per_pass: int | None,
+    ) -> None:
+        """Checks tables and agreement, warns of what is known to lose, and starts replicas alike. Collective."""
+        env = self.env
+        merges_rows = self.period.largest > 1
+        _check_tables(dmp, self._kernels, merges_rows)
+        plan = _plan_of(dmp)
+        self._plan_digest = plan_digest(plan, env.layout.sharding_ranks(env.replica)[0])
+        shapes = {name: list(param.shape) for name, param in self._dense_params.items()}
+        env.check_same(
+            "KStepAdam",
+            {
+                "k": str(self.period),
+                "sharding plan": self._plan_digest,
+                "variant": variant,
+                "dense parameters": str(shapes),
+                **{f"merge {name}": value for name, value in asdict(self.spec).items()},
+            },
+        )
+        specs = [kernel.group.optimizer for kernel in self._kernels]
+        bias = next((spec.bias_correction for spec in specs if isinstance(spec, AdamSpec)), None)
+        if env.world.is_main and merges_rows:
+            found = mixture_warnings(self.spec, bias, env.num_replicas)
+            if num_steps_per_pass is not None and (text := few_rounds_warning(self.period.largest, num_steps_per_pass)):
+                found.append(text)
+            for text in found:
+                warnings.warn(text, stacklevel=3)
+        states = {
+            name: {WEIGHT: param.detach(), FIRST: self._dense_state[name]["exp_avg"], SECOND: self._dense_state[name]["exp_avg_sq"]}
+            for name, param in self._dense_params.items()
+        }
+        self._agreement = env.round_agreement()
+        self._dense = DenseMerger(env, self.spec, states, _buffers(dmp), betas, summed_buffers)
+        groups = [kernel.group for kernel in self._kernels]
+        self._gradients = GradientExchange(groups, env.merge_group)
+        self._gradient_mean = ReplicaMean(env)
+        if groups and merges_rows:
+            num_shard_rows = [[shard.num_rows for shard in kernel.shards] for kernel in self._kernels]
+            self._rows = RowMerger(groups, self.spec, ProcessGroupTransport(env.row_group, env.timeout_s), num_shard_rows)
+
+    def _set_mode(self) -> None:
+        """Has tables keep gradients for the next step, or update rows in backward."""
+        is_synchronous = self.is_synchronous
+        for kernel in self._kernels:
+            kernel.group.set_deferred(is_synchronous or kernel.fused_optimizer.is_deferred)
+
+    @contextmanager
+    def _scaled_rates(self) -> Iterator[None]:
+        """Applies the recipe's factor to all learning rates, in local steps."""
+        factor = 1.0 if self.is_synchronous else self._lr_factor
+        if factor == 1.0:
+            yield
+            return
+        rates = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _average_gradients(self) -> None:
+        """Averages all gradients over replicas, and updates rows by them. Collective."""
+        with self._naming("gradients"):
+            self._average_dense_gradients()
+            for kernel in self._kernels:
+                kernel.fused_optimizer.hand_over()
+            for kernel, gradients in zip(self._kernels, self._gradients.exchange(), strict=True):
+                if gradients.unique_rows.numel():
+                    kernel.group.apply(gradients)
+        self.totals.add_gradients(self._gradients.num_bytes_sent + self._gradient_mean.num_bytes_sent)
+
+    def _average_dense_gradients(self) -> None:
+        """A parameter without gradient on one replica counts as zero there; without any it keeps none."""
+        params = list(self._dense_params.values())
+        if not params:
+            return
+        has_grad = torch.tensor([float(param.grad is not None) for param in params])
+        parts = [param.grad if param.grad is not None else torch.zeros(param.shape) for param in params]
+        flat = self._gradient_mean.mean(torch.cat([has_grad, *(part.reshape(-1) for part in parts)]))
+        begin = len(params)
+        for param, share in zip(params, flat[: len(params)].tolist(), strict=True):
+            mean = flat[begin : begin + param.numel()].view(param.shape)
+            begin += param.numel()
+            if param.grad is not None:
+                param.grad.copy_(mean)
+            elif share:
+                param.grad = mean.clone()
+
+    def _after_local_step(self) -> None:
+        self._num_unmerged_steps += 1
+        if self._is_pending:
+            self._num_steps_pending += 1
+            if self._num_steps_pending >= self.spec.overlap_steps:
+                self._finish_pending()
+        is_last = self.period(self.num_steps) == 1  # synchronous steps need equal replicas, moments included
+        if not is_last and self._num_unmerged_steps < self.period(self.num_steps - 1):
+            return
+        self._finish_pending()
+        if self.spec.overlap_steps and not is_last:
+            self._begin()
+        else:
+            self._merge(is_full=is_last)
+
+    def _merge(self, is_full: bool) -> None:
+        """One round while training waits."""
+        collected = self._dense.collect(self.num_rounds, is_full)
+        self._agree("flush" if is_full else "round", self._dense.find_ill(collected))
+        with self._naming("dense parameters"):
+            begin_s = perf_counter()
+            drift = self._dense.merge(collected, self.num_rounds)
+            self.totals.add_dense(drift, perf_counter() - begin_s, self._dense.num_bytes_sent)
+        if self._rows is not None:
+            with self._naming("rows"):
+                self.totals.add_rows(self._rows.merge(self.num_rounds, self._num_unmerged_steps, is_full=is_full))
+        self._end_round(is_equal=is_full or self._moves_all())
+
+    def _begin(self) -> None:
+        """Starts a round that goes on while training does."""
+        collected = self._dense.collect(self.num_rounds)
+        self._agree("round", self._dense.find_ill(collected))
+        with self._naming("the start of a round"):
+            self._dense.begin(collected, self.num_rounds)
+            if self._rows is not None:
+                self._rows.begin(self.num_rounds, self._num_unmerged_steps)
+        self._is_pending, self._num_steps_pending = True, 0
+        self._end_round(is_equal=False)
+
+    def _finish_pending(self) -> None:
+        """Waits for a round on its way, if there is one, and corrects the present values."""
+        if not self._is_pending:
+            return
+        with self._naming("dense parameters"):
+            begin_s = perf_counter()
+            drift = self._dense.finish(self._num_steps_pending)
+            self.totals.add_dense(drift, perf_counter() - begin_s, self._dense.num_bytes_sent)
+        if self._rows is not None:
+            with self._naming("rows"):
+                self.totals.add_rows(self._rows.finish(self._num_steps_pending))
+        self._is_pending = False
+        self._freeze()
+
+    def _end_round(self, is_equal: bool) -> None:
+        self.num_rounds += 1
+        self._num_unmerged_steps = 0
+        self._is_equal = is_equal
+        if not self._is_pending:
+            self._freeze()
+
+    def _freeze(self) -> None:
+        if self._dense_adam is not None:
+            self._dense_adam.freeze()
+
+    def _moves_all(self) -> bool:
+        """Whether every round makes all states equal."""
+        spec = self.spec
+        return spec.m_period_rounds == spec.v_period_rounds == 1 and (self._rows is None or spec.row_states == "all")
+
+    def _forget_touches(self) -> None:
+        """After a synchronous step, or after loading: rows are equal, so what was touched needs no merging."""
+        if self._rows is not None:
+            self._rows.reset()
+
+    def _agree(self, what: str, ill: str) -> None:
+        facts = {
+            "round": self.num_rounds,
+            "step": self.num_steps,
+            "steps since the last round": self._num_unmerged_steps,
+            "k": self.period(max(self.num_steps - 1, 0)),
+            "reason": what,
+            "sharding plan": self._plan_digest,
+        }
+        self._agreement.agree(facts, ill)
+
+    @contextmanager
+    def _naming(self, phase: str) -> Iterator[None]:
+        """Says what was being exchanged when another rank went away."""
+        try:
+            yield
+        except (RuntimeError, MergeError) as error:
+            if isinstance(error, MergeError) and not isinstance(error.__cause__, RuntimeError):
+                raise  # replicas differ, which is no loss of a rank
+            env = self.env
+            raise RankFailure(
+                f"rank {env.world.rank} (replica {env.replica}) lost another rank in round {self.num_rounds} after step {self.num_steps}, "
+                f"exchanging {phase}: {error}"
+            ) from error
+
+
+def _check_tables(dmp: DistributedModelParallel, kernels: Sequence[TieredKernel], merges_rows: bool) -> None:
+    """Refuses tables that cannot be merged; lists every finding."""
+    findings = []
+    for path, module in dmp.module.named_modules():
+        if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            continue
+        for table, sharding in module.module_sharding_plan.items():
+            if sharding.compute_kernel != CUSTOMIZED_KERNEL:
+                findings.append(
+                    f"table {table!r} of {path!r} has the kernel {sharding.compute_kernel!r}, whose touched rows and states are not ours "
+                    f'to merge: give it compute_kernel="{CUSTOMIZED_KERNEL}" (planner.kernel=tiered)'
+                )
+    for kernel in kernels:
+        spec = kernel.group.optimizer
+        names = ", ".join(table.name for table in kernel.group.tables[:3])
+        if not isinstance(spec, AdamSpec):
+            findings.append(f"tables {names} are stepped by {type(spec).__name__}: replicas are merged by the rules of Adam; give AdamSpec")
+        elif merges_rows and spec.touches == "none":
+            findings.append(f'tables {names} do not count touches: give their sharder AdamSpec(..., touches="count")')
+    if findings:
+        raise ConfigError("KStepAdam with several replicas:\n  " + "\n  ".join(findings))
+
+
+def _plan_of(dmp: DistributedModelParallel) -> ShardingPlan:
+    """Returns the plan by which the tables of a model are sharded."""
+    return ShardingPlan(
+        {
+            path: module.module_sharding_plan
+            for path, module in dmp.module.named_modules()
+            if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
+        }
+    )
+
+
+def _buffers(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    """Returns the buffers outside of sharded collections."""
+    prefixes = tuple(
+        f"{path}."
+        for path, module in dmp.module.named_modules()
+        if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
+    )
+    return {name: buffer for name, buffer in dmp.module.named_buffers() if not name.startswith(prefixes)}
