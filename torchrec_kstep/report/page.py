@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from torchrec_kstep.report.assets import SCRIPT, STYLE
 from torchrec_kstep.report.chart import Series, line_chart, number, stacked_bar
 from torchrec_kstep.report.run import PHASES, Run
+from torchrec_kstep.report.tiers import has_tiers, tier_charts
 from torchrec_kstep.units import format_seconds
 
 PHASE_NAMES = {
@@ -21,6 +22,7 @@ def render(runs: Sequence[Run]) -> str:
     """Returns the whole page, which loads nothing from anywhere."""
     title = _title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs compared"
     sections = [_results(runs), _curves(runs), _phases(runs)]
+    sections += [_tiers(runs)] if any(map(has_tiers, runs)) else []
     sections += [_differences(runs)] if len(runs) > 1 else []
     sections += [_details(run, is_open=len(runs) == 1) for run in runs]
     return (
@@ -78,6 +80,11 @@ def _curves(runs: Sequence[Run]) -> str:
         line_chart("Throughput, rows/s", curves("train", "rows_per_s"), from_zero=True),
     ]
     return f'<section><h2>Curves</h2><div class="charts">{"".join(charts)}</div></section>'
+
+
+def _tiers(runs: Sequence[Run]) -> str:
+    under = "Rank 0, between one log line and the next."
+    return f'<section><h2>Tables on SSD</h2><p class="under">{under}</p><div class="charts">{"".join(tier_charts(runs))}</div></section>'
 
 
 def _phases(runs: Sequence[Run]) -> str:

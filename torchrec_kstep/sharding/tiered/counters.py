@@ -6,13 +6,15 @@ from torchrec_kstep.sharding.tiered.state import PrefetchesRows, kernels_of
 from torchrec_kstep.storage.stats import StoreStats
 
 _NOT_SUMMABLE = ("_ratio", "_mean")  # of one store each
+PER_TABLE = ("hits_rows", "misses_rows", "first_touches_rows", "stall_s", "read_bytes", "written_bytes")  # of tables on SSD
 MAX_CLIPPED_SHARE = 0.01  # CowClip fires on far fewer rows than this, unless gradients are sums where means were meant, or r < 1
 
 
 def tier_scalars(model: nn.Module) -> dict[str, float]:
     """Returns counters by name since the tables were opened; empty for a model without tiered tables. Not collective.
 
-    Rows on SSD add `hit_ratio`, rows found in the cache over rows asked for. Clipped tables add `clipped_share.<table>`.
+    Rows on SSD add `hit_ratio`, rows found in the cache over rows asked for, and the counters of `PER_TABLE` for each table as
+    `<counter>.<table>`. Clipped tables add `clipped_share.<table>`.
     """
     sums: dict[str, float] = {}
     for module in model.modules():
@@ -20,6 +22,11 @@ def tier_scalars(model: nn.Module) -> dict[str, float]:
             continue
         for kernel in kernels_of(module._lookups):
             stats = StoreStats.of(kernel.group.counters())
+            for table, counted in stats.tables.items():
+                for name in PER_TABLE:
+                    if name in counted:
+                        key = f"{name}.{table}"
+                        sums[key] = sums.get(key, 0.0) + counted[name]
             for counters in (*stats.tables.values(), stats.store):
                 for name, value in counters.items():
                     if not name.endswith(_NOT_SUMMABLE):
