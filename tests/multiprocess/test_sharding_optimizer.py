@@ -74,7 +74,7 @@ def whole_state(dmp: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _parameters_after_ten_steps(world: World, accumulation: int) -> dict[str, torch.Tensor]:
-    planner = PlannerConfig(sharding="row_wise", tables={"f1": "data_parallel", "f2": "table_wise"})
+    planner = PlannerConfig(kernel="dense", sharding="row_wise", tables={"f1": "data_parallel", "f2": "table_wise"})
     dmp, optimizer = make_trainer(world, planner, OptimConfig(lr=1e-2, embedding_lr=1e-2, clip_norm=1.0), accumulation)
     train(world, dmp, optimizer, range(10), accumulation)
     return whole_state(dmp)
@@ -98,7 +98,7 @@ def _refusals(world: World) -> list[str]:
         make_trainer(world, PlannerConfig(sharding="table_wise", kernel="fused"), OptimConfig(embedding="adagrad"), accumulation=2)
     except ConfigError as error:
         messages.append(str(error))
-    dmp, optimizer = make_trainer(world, PlannerConfig(), OptimConfig(), accumulation=2)
+    dmp, optimizer = make_trainer(world, PlannerConfig(kernel="dense"), OptimConfig(), accumulation=2)
     state = optimizer.state_dict()
     loss, _ = dmp(Rows.random(SCHEMA, 4, seed=0).batch())
     optimizer.zero_grad()
@@ -178,9 +178,15 @@ def _load(world: World, folder: str, planner: PlannerConfig, optim: OptimConfig)
 
 OPTIM = OptimConfig(lr=1e-2, embedding_lr=1e-2)
 CHECKPOINT_CASES = {
-    "dense_adam": (PlannerConfig(sharding="row_wise", tables={"f1": "data_parallel", "f2": "column_wise", "wide_f0": "table_wise"}), OPTIM),
-    "dense_adagrad": (PlannerConfig(sharding="column_wise", tables={"f0": "row_wise"}), replace(OPTIM, embedding="adagrad")),
-    "dense_sgd": (PlannerConfig(sharding="table_wise"), replace(OPTIM, embedding="sgd", dense="adagrad")),
+    "dense_adam": (
+        PlannerConfig(kernel="dense", sharding="row_wise", tables={"f1": "data_parallel", "f2": "column_wise", "wide_f0": "table_wise"}),
+        OPTIM,
+    ),
+    "dense_adagrad": (
+        PlannerConfig(kernel="dense", sharding="column_wise", tables={"f0": "row_wise"}),
+        replace(OPTIM, embedding="adagrad"),
+    ),
+    "dense_sgd": (PlannerConfig(kernel="dense", sharding="table_wise"), replace(OPTIM, embedding="sgd", dense="adagrad")),
     "fused_adagrad": (
         PlannerConfig(sharding="row_wise", kernel="fused", tables={"f1": "column_wise", "wide_f1": "table_wise"}),
         replace(OPTIM, embedding="adagrad"),

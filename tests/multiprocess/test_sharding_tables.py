@@ -212,7 +212,7 @@ def _plan_everywhere(world: World) -> tuple[str, str]:
     group = dist.group.WORLD
     assert group is not None
     module = Tables(table("t1", ["f1"], 1001, 16), table("t2", ["f2"], 10, 4))
-    good, bad = PlannerConfig(sharding="table_row_wise"), PlannerConfig(tables={"t3": "row_wise"})
+    good, bad = PlannerConfig(kernel="dense", sharding="table_row_wise"), PlannerConfig(kernel="dense", tables={"t3": "row_wise"})
     sharders = build_sharders(good, OptimConfig())
     text = format_plan(make_plan(module, good, world, sharders, 4, group), find_tables(module))
     try:

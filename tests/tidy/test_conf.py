@@ -20,8 +20,8 @@ CHOICES = [(group, file.stem) for group in GROUPS for file in sorted((CONF / gro
 # Choices that make sense only together with another one; alone they are refused, by name.
 COMPANIONS = {
     ("planner", "fused"): ["optim=adagrad"],
-    ("distributed", "nccl"): ["train.device=cuda"],
-    ("tiers", "dram_ssd"): ["planner=tiered", "tiers.ssd_paths=[rows]"],
+    ("distributed", "nccl"): ["train.device=cuda", "planner=dense"],
+    ("optim", "adagrad"): ["planner=dense"],
 }
 
 

@@ -109,6 +109,7 @@ def test_numbers_without_bounds_must_still_be_finite() -> None:
 
 TIERED = {"planner.kernel": "tiered"}
 FUSED = {"planner.kernel": "fused", "optim.embedding": "adagrad"}
+DENSE = {"planner.kernel": "dense"}
 RULES: list[tuple[dict[str, object], str]] = [
     ({"planner.kernel": "fused"}, "FBGEMM has no Adam on CPU"),
     ({**FUSED, "train.accumulation": 2}, "each micro-batch would be a step of its own"),
@@ -116,12 +117,11 @@ RULES: list[tuple[dict[str, object], str]] = [
     ({**FUSED, "optim.clip_norm": 1.0, "optim.clip_covers": "all"}, "before the norm of the gradient is known"),
     ({**FUSED, "planner.sharding": "data_parallel"}, "planner.sharding=data_parallel"),
     ({**FUSED, "planner.tables": {"user": "data_parallel"}}, "planner.tables.user=data_parallel"),
-    ({"optim.embedding": "rowwise_adagrad"}, "torch.optim has no row-wise Adagrad"),
-    ({"model.embedding_dim": 10}, "a multiple of 4 columns; choose 12"),
+    ({**DENSE, "optim.embedding": "rowwise_adagrad"}, "torch.optim has no row-wise Adagrad"),
+    ({**DENSE, "model.embedding_dim": 10}, "a multiple of 4 columns; choose 12"),
     ({"train.max_steps": 5, "optim.warmup_steps": 6}, "the warm-up would never end"),
     ({"distributed.backend": "nccl"}, "NCCL moves CUDA tensors only"),
-    ({"tiers.name": "dram_ssd", "tiers.ssd_paths": ["rows"]}, "only tiered tables use tiers; choose planner=tiered"),
-    ({**TIERED, "tiers.name": "dram_ssd"}, "without tiers.ssd_paths"),
+    ({**DENSE, "tiers.name": "dram_ssd", "tiers.ssd_paths": ["rows"]}, "only tiered tables use tiers; choose planner=tiered"),
     ({**TIERED, "tiers.name": "dram_ssd", "tiers.ssd_paths": ["rows"], "tiers.lookahead": 1}, "is less than tiers.prefetch_depth=2"),
     ({**TIERED, "optim.embedding": "adagrad"}, "row-wise Adagrad only"),
     ({**TIERED, "train.device": "cuda"}, "rows are looked up on the CPU"),
@@ -130,7 +130,7 @@ RULES: list[tuple[dict[str, object], str]] = [
     ({**TIERED, "optim.embedding": "rowwise_adagrad", "planner.sharding": "column_wise"}, "mean over all columns of a row"),
     ({"optim.scaling": "sqrt"}, "name the rows per step for which the rates were tuned"),
     ({"optim.scaling": "cowclip", "optim.base_batch_size": 32, "optim.warmup_steps": 5}, "warms the dense parameters up over one epoch"),
-    ({"optim.clip": "cowclip"}, "no row-wise clip; choose planner=tiered"),
+    ({**DENSE, "optim.clip": "cowclip"}, "no row-wise clip; choose planner=tiered"),
     ({**FUSED, "optim.clip": "cowclip"}, "FBGEMM's COWCLIP is another rule"),
     ({**TIERED, "optim.clip": "cowclip", "planner.sharding": "column_wise"}, "the norm of a whole row"),
     ({**TIERED, "optim.clip": "cowclip", "planner.tables": {"user": "column_wise"}}, "the norm of a whole row"),
@@ -152,13 +152,14 @@ def test_values_that_do_not_go_together_are_refused_with_the_reason(values: dict
         {**FUSED, "optim.embedding": "rowwise_adagrad"},
         {**FUSED, "optim.clip_norm": 1.0},
         {**TIERED, "optim.clip_norm": 1.0, "optim.clip_covers": "all"},
-        {"train.accumulation": 4, "optim.embedding_l2": 0.1, "planner.sharding": "data_parallel"},
+        {**DENSE, "train.accumulation": 4, "optim.embedding_l2": 0.1, "planner.sharding": "data_parallel"},
         {"train.max_steps": 6, "optim.warmup_steps": 6},
-        {"distributed.backend": "nccl", "train.device": "cuda"},
+        {**DENSE, "distributed.backend": "nccl", "train.device": "cuda"},
         {"model.mlp": []},
         {**TIERED, "optim.clip": "cowclip", "optim.scaling": "cowclip", "optim.base_batch_size": 32},
         {**TIERED, "train.accumulation": 4, "optim.embedding_l2": 0.1, "planner.tables": {"user": "column_wise"}},
         {**TIERED, "tiers.name": "dram_ssd", "tiers.ssd_paths": ["rows"], "optim.embedding": "rowwise_adagrad"},
+        {**TIERED, "tiers.name": "dram_ssd"},
     ],
 )
 def test_values_that_go_together_pass(values: dict[str, object]) -> None:

@@ -69,14 +69,16 @@ def test_shards_hold_every_element_once_on_ranks_that_exist(world: str, sharding
 def test_single_tables_can_be_given_a_type_of_their_own() -> None:
     """Otherwise a tiny table would have to be split because a large one is."""
     task = make_task([10_000, 5])
-    found = plan(task, PlannerConfig(sharding="row_wise", tables={"f1": "data_parallel", "wide_f0": "column_wise"}), WORLDS["2x2"])
+    found = plan(
+        task, PlannerConfig(kernel="dense", sharding="row_wise", tables={"f1": "data_parallel", "wide_f0": "column_wise"}), WORLDS["2x2"]
+    )
     types = {shard.table: shard.sharding_type for shard in placed_shards(found, find_tables(task))}
     assert types == {"f0": "row_wise", "f1": "data_parallel", "wide_f0": "column_wise", "wide_f1": "row_wise"}
 
 
 def test_planning_twice_gives_the_same_plan() -> None:
     """Otherwise a resumed run might be laid out anew for no reason."""
-    config = PlannerConfig()
+    config = PlannerConfig(kernel="dense")
     first, second = (plan(make_task([50_000, 7, 900, 10, 123_456]), config, WORLDS["2x2"]) for _ in range(2))
     assert str(first) == str(second)
 
@@ -84,7 +86,7 @@ def test_planning_twice_gives_the_same_plan() -> None:
 def test_many_tables_are_planned() -> None:
     """Otherwise the search over 200 tables would blow up (C47); the timeout of the test is the limit."""
     task = make_task([1000 + index for index in range(200)], name="dcn")
-    assert len(placed_shards(plan(task, PlannerConfig(sharding="table_wise"), WORLDS["2x8"]), find_tables(task))) == 200
+    assert len(placed_shards(plan(task, PlannerConfig(kernel="dense", sharding="table_wise"), WORLDS["2x8"]), find_tables(task))) == 200
 
 
 def test_the_plan_reads_well() -> None:
@@ -94,7 +96,7 @@ def test_the_plan_reads_well() -> None:
         EmbeddingBagConfig(name="tag", feature_names=["t"], num_embeddings=6, embedding_dim=8),
         EmbeddingBagConfig(name="sex", feature_names=["s"], num_embeddings=3, embedding_dim=4),
     )
-    config = PlannerConfig(tables={"user": "row_wise", "tag": "column_wise", "sex": "data_parallel"})
+    config = PlannerConfig(kernel="dense", tables={"user": "row_wise", "tag": "column_wise", "sex": "data_parallel"})
     assert format_plan(plan(task, config, World(0, 4, 0, 4)), find_tables(task)).splitlines() == [
         "table  sharding       kernel  rank  rows   columns  weights",
         "user   row_wise       dense   0     0..3   0..16    192 B",
@@ -125,13 +127,13 @@ def add(name: str, feature: str, rows: int = 100, dim: int = 8) -> EmbeddingBagC
 def test_row_sharded_averages_beside_other_types_are_refused(row_type: str, other_type: str, other: EmbeddingBagConfig) -> None:
     """Otherwise TorchRec divides the other tables by their bag sizes too, without a word."""
     with pytest.raises(PlanError, match=r"'a' is (table_)?row_wise with MEAN pooling beside b of other sharding types"):
-        plan(bags(mean("a", "x"), other), PlannerConfig(tables={"a": row_type, "b": other_type}), WORLDS["2x2"])
+        plan(bags(mean("a", "x"), other), PlannerConfig(kernel="dense", tables={"a": row_type, "b": other_type}), WORLDS["2x2"])
 
 
 def test_a_feature_of_a_row_sharded_sum_and_mean_table_is_refused() -> None:
     """Otherwise TorchRec would not average it, without a word."""
     with pytest.raises(PlanError, match="feature 'x' is read by the row-sharded MEAN table 'a' and by a row-sharded SUM table"):
-        plan(bags(mean("a", "x"), add("b", "x")), PlannerConfig(sharding="row_wise"), WORLDS["1x2"])
+        plan(bags(mean("a", "x"), add("b", "x")), PlannerConfig(kernel="dense", sharding="row_wise"), WORLDS["1x2"])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_a_feature_of_a_row_sharded_sum_and_mean_table_is_refused() -> None:
 )
 def test_averages_that_torchrec_gets_right_are_planned(tables: dict[str, str]) -> None:
     """Otherwise users would lose plans that work (the multiprocess tests compare their results)."""
-    plan(bags(mean("a", "x"), add("b", "y")), PlannerConfig(tables=tables), WORLDS["1x2"])
+    plan(bags(mean("a", "x"), add("b", "y")), PlannerConfig(kernel="dense", tables=tables), WORLDS["1x2"])
 
 
 @pytest.mark.parametrize("kernel", ["dense", "fused"])
@@ -171,14 +173,14 @@ def test_fused_shards_without_rows_are_refused_and_dense_ones_are_not(rows: int)
 def test_columns_that_the_kernels_cannot_read_are_refused_with_the_next_best(dim: int, suggestion: int) -> None:
     """Otherwise they fail late, deep in FBGEMM (C16)."""
     with pytest.raises(PlanError, match=rf"table 't' has {dim} columns: .*multiple of 4; choose {suggestion}$"):
-        plan(bags(add("t", "x", dim=dim)), PlannerConfig(), WORLDS["1x1"])
+        plan(bags(add("t", "x", dim=dim)), PlannerConfig(kernel="dense"), WORLDS["1x1"])
 
 
 def test_all_bad_requests_are_told_at_once() -> None:
     """Otherwise users would mend one fault per run."""
     task = nn.ModuleDict({"a": bags(add("t", "x", dim=3)), "b": bags(add("t", "x"))})
     with pytest.raises(PlanError) as error:
-        plan(task, PlannerConfig(sharding="rowwise", tables={"u": "row_wise", "t": "sideways"}), WORLDS["1x1"])
+        plan(task, PlannerConfig(kernel="dense", sharding="rowwise", tables={"u": "row_wise", "t": "sideways"}), WORLDS["1x1"])
     text = str(error.value)
     assert "planner.sharding='rowwise': expected auto or one of data_parallel, table_wise" in text
     assert "planner.tables.u: there is no such table; the tables are t, t" in text
@@ -190,14 +192,14 @@ def test_all_bad_requests_are_told_at_once() -> None:
 def test_a_task_without_tables_is_refused() -> None:
     """Otherwise an empty plan would be trained without a word."""
     with pytest.raises(PlanError, match="there is nothing to shard"):
-        plan(nn.Linear(2, 2), PlannerConfig(), WORLDS["1x1"])
+        plan(nn.Linear(2, 2), PlannerConfig(kernel="dense"), WORLDS["1x1"])
 
 
 def test_tables_that_fit_nowhere_are_told_with_sizes_and_ways_out() -> None:
     """Otherwise the message itself may crash, or name no table (C42)."""
     task = bags(add("big", "x", rows=2**24, dim=16), add("small", "y"))
     with pytest.raises(PlanError) as error:
-        plan(task, PlannerConfig(sharding="table_wise"), WORLDS["1x2"], memory_bytes=MIB)
+        plan(task, PlannerConfig(kernel="dense", sharding="table_wise"), WORLDS["1x2"], memory_bytes=MIB)
     for text in ("2 tables", "1 GiB", "4 GiB with gradients", "2 ranks of 1 MiB", "largest table is 'big'", "planner.sharding=row_wise"):
         assert text in str(error.value)
 
@@ -205,7 +207,7 @@ def test_tables_that_fit_nowhere_are_told_with_sizes_and_ways_out() -> None:
 def test_optimizer_states_count_as_memory() -> None:
     """Otherwise a plan that fits its weights would end in the kernel's out-of-memory killer."""
     task = bags(add("t", "x", rows=2**20, dim=16))  # 64 MiB of weights
-    config, world = PlannerConfig(sharding="table_wise"), WORLDS["1x1"]
+    config, world = PlannerConfig(kernel="dense", sharding="table_wise"), WORLDS["1x1"]
     plan(task, config, world, OptimConfig(embedding="sgd"), memory_bytes=200 * MIB)
     with pytest.raises(PlanError, match="256 MiB with gradients and optimizer states"):
         plan(task, config, world, OptimConfig(embedding="adam"), memory_bytes=200 * MIB)
