@@ -25,6 +25,7 @@ from torchrec_kstep.config.load import load
 from torchrec_kstep.config.schema import RunConfig
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.footprint import host_memory_bytes
+from torchrec_kstep.units import MIB
 
 GOLDEN = Path(__file__).parent / "golden"
 GIB = 1 << 30
@@ -181,8 +182,18 @@ def test_memory_follows_tables_optimizer_ranks_and_hosts() -> None:
     assert memory_bytes(*big) - small >= 4 * weights_bytes
     assert memory_bytes(*big, num_hosts=2) < memory_bytes(*big) - 1.5 * weights_bytes
     assert memory_bytes(*big, "optim.embedding=sgd") < memory_bytes(*big) - 1.5 * weights_bytes
-    assert memory_bytes(*big, "planner.sharding=data_parallel", ranks_per_host=2) > memory_bytes(*big, ranks_per_host=2) + 3 * weights_bytes
+    copied = memory_bytes(*big, "planner=dense", "planner.sharding=data_parallel", ranks_per_host=2)
+    assert copied > memory_bytes(*big, ranks_per_host=2) + 3 * weights_bytes
     assert memory_bytes(ranks_per_host=4) > 2 * memory_bytes()
+
+
+def test_of_tables_on_ssd_memory_holds_the_cache_and_the_index() -> None:
+    """Otherwise the scheduler would be asked for all that the drive is there to save."""
+    rows = ("data=synthetic", "data.synthetic.num_rows_per_table=[26000000]")
+    on_ssd = memory_bytes(*rows, "tiers=dram_ssd", "tiers.dram_bytes=128MiB")
+    assert on_ssd < memory_bytes(*rows) / 2
+    assert memory_bytes(*rows, "tiers=dram_ssd", "tiers.dram_bytes=1GiB") > on_ssd + 800 * MIB
+    assert memory_bytes(*rows, "tiers=dram_ssd", "tiers.dram_bytes=100GiB") == memory_bytes(*rows)
 
 
 def test_memory_counts_the_rows_of_a_prepared_set(tmp_path: Path) -> None:
