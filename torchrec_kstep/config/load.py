@@ -31,7 +31,14 @@ T = TypeVar("T")
 
 SPEAKER_GRACE_S = 30.0  # seconds that a rank leaves to local rank 0 to tell a fault that all ranks find
 EXIT_CONFIG = 2  # exit code of a wrong configuration, as argparse uses it for a wrong command line
-PATH_KEYS = ("run_dir", "data.path", "data.source", "tiers.ssd_paths")  # keys that name files or folders
+PATH_KEYS = (
+    "run_dir",
+    "data.path",
+    "data.source",
+    "tiers.ssd_paths",
+    "planner.topology",
+    "planner.plan_cache",
+)  # keys that name files or folders
 
 
 def load(schema_cls: type[T], config_name: str, argv: Sequence[str]) -> T:
@@ -218,7 +225,7 @@ def _to_dataclass(node: DictConfig, schema_cls: type, launch_dir: Path, findings
             findings.add(f"{path}: {_first_line(error)}", path)
             OmegaConf.update(node, path, key.default)
         else:
-            if path in PATH_KEYS and value:
+            if path in PATH_KEYS and value and not (path == "planner.topology" and "/" not in value and not value.endswith(".yaml")):
                 places = [value] if isinstance(value, str) else list(value)
                 absolute = [os.path.normpath(os.path.join(launch_dir, os.path.expanduser(place))) for place in places]
                 OmegaConf.update(node, path, absolute[0] if isinstance(value, str) else absolute)

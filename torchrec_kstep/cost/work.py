@@ -34,7 +34,12 @@ QUANTITIES = (
     "tier_rows",  # rows admitted into and evicted from a cache over a drive
     "merge_bytes",  # sent to each other replica, per step on average
 )
-MEMORIES = ("device_bytes", "dram_bytes", "ssd_bytes")
+MEMORIES = (
+    "device_bytes",
+    "dram_bytes",  # all of a host
+    "row_bytes",  # the part of it that rows take: tables in DRAM and caches, without indexes
+    "ssd_bytes",
+)
 
 ID_BYTES = 8
 LENGTH_BYTES = 8
@@ -44,7 +49,7 @@ SLOT_OVERHEAD_BYTES = 48  # of a cached row
 INDEX_BYTES_PER_ROW = 4.0  # DRAM that finds a row on a drive
 PAGE_BYTES = 4096
 MAX_PADDING = 0.15  # of a read unit
-SPACE_FACTOR = 1.5  # bytes on a drive over bytes of current rows
+SPACE_FACTOR = 1.2  # bytes on a drive over bytes of current rows at which a store can just work; with more it cleans less
 WRITE_AMPLIFICATION = 1.5  # bytes written over bytes of evicted rows: the cleaner copies live rows
 
 Vector = npt.NDArray[np.float64]
@@ -281,11 +286,11 @@ def memory_bytes(
     record = table.record_bytes * columns_share
     if setup.kernel == "dense":
         whole = rows * table.row_bytes * columns_share * setup.dense_copies
-        return {"device_bytes" if on_device else "dram_bytes": whole}
+        return {"device_bytes": whole} if on_device else {"dram_bytes": whole, "row_bytes": whole}
     slots = min(cached_rows, rows) * (record + SLOT_OVERHEAD_BYTES)
     if tier == "device":
         return {"device_bytes": rows * record}
     if tier == "dram":
-        return {"dram_bytes": rows * record} | ({"device_bytes": slots} if on_device else {})
+        return {"dram_bytes": rows * record, "row_bytes": rows * record} | ({"device_bytes": slots} if on_device else {})
     stored = rows * (record + RECORD_HEADER_BYTES) * SPACE_FACTOR
-    return {"ssd_bytes": stored, "dram_bytes": slots + rows * INDEX_BYTES_PER_ROW}
+    return {"ssd_bytes": stored, "dram_bytes": slots + rows * INDEX_BYTES_PER_ROW, "row_bytes": slots}

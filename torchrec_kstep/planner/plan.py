@@ -1,7 +1,10 @@
 """Making a plan: constraints from the configuration, TorchRec's planner on rank 0, the result on all ranks."""
 
 import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
@@ -9,10 +12,12 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharde
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from torchrec_kstep.config.schema import PlannerConfig
-from torchrec_kstep.errors import PlanError
+from torchrec_kstep.errors import PlanError, TopologyError
 from torchrec_kstep.planner.checks import check_plan, check_tables, leaves_empty_shards
 from torchrec_kstep.planner.emit import KERNELS
 from torchrec_kstep.planner.tables import find_tables
+from torchrec_kstep.planner.topology_planner import Job, TopologyShardingPlanner
+from torchrec_kstep.topology import ClusterTopology, find_topology, load_topology, this_machine
 from torchrec_kstep.torchrec_seam.planning import (
     FixedPercentageStorageReservation,
     NoopEmbeddingStats,
@@ -51,15 +56,15 @@ def make_plan(
     Raises:
         PlanError: no plan satisfies the constraints or fits into memory, or TorchRec would compute wrong results under it.
     """
-    outcome: list[ShardingPlan | PlanError | None] = [None]
+    outcome: list[ShardingPlan | PlanError | TopologyError | None] = [None]
     if dist.get_rank(process_group) == 0:
         try:
             outcome[0] = plan_alone(task, config, world, sharders, batch_size, ranks_per_host=ranks_per_host)
-        except PlanError as error:
+        except (PlanError, TopologyError) as error:
             outcome[0] = error
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(process_group, 0), group=process_group)
     found = outcome[0]
-    if isinstance(found, PlanError):
+    if isinstance(found, PlanError | TopologyError):
         raise found
     assert isinstance(found, ShardingPlan)
     return found
@@ -88,6 +93,9 @@ def plan_alone(
     """
     tables = find_tables(task)
     check_tables(tables, config)
+    if config.engine == "topology":
+        planner = topology_planner(tables, config, world, sharders, batch_size, memory_per_rank_bytes, ranks_per_host)
+        return planner.plan(task, sharders)
     tier_bytes = max(getattr(sharder, "tier_bytes_per_rank", 0) for sharder in sharders)
     memory = memory_per_rank_bytes or tier_bytes or _host_memory_bytes() // (ranks_per_host or world.local_world_size)
     copies = max(getattr(sharder, "copies_per_weight", 1) for sharder in sharders)
@@ -107,6 +115,63 @@ def plan_alone(
     _set_kernel(plan, KERNELS[config.kernel])
     check_plan(plan, tables)
     return plan
+
+
+def topology_planner(
+    tables: Mapping[str, Sequence[EmbeddingBagConfig]],
+    config: PlannerConfig,
+    world: World,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    batch_size: int,
+    memory_per_rank_bytes: int | None = None,
+    ranks_per_host: int | None = None,
+) -> TopologyShardingPlanner:
+    """Returns the planner that knows the machines, set up as `plan_alone` uses it.
+
+    Raises:
+        TopologyError: the topology of the configuration has too few hosts, or devices, on which nothing is trained yet.
+    """
+    per_host = ranks_per_host or world.local_world_size
+    has_ssd = any(getattr(sharder, "tier_bytes_per_rank", 0) for sharder in sharders)
+    paths = next((sharder.ssd_paths for sharder in sharders if has_ssd and hasattr(sharder, "ssd_paths")), ())
+    topology = _topology(config.topology, world.num_hosts, paths)
+    row_bytes = next((sharder.cache_bytes_per_host for sharder in sharders if has_ssd and hasattr(sharder, "cache_bytes_per_host")), None)
+    ssd_bytes = max(getattr(sharder, "tier_bytes_per_rank", 0) for sharder in sharders) * per_host
+    job = Job(
+        batch_size=batch_size,
+        world_size=world.world_size,
+        local_world_size=world.local_world_size,
+        kernel=config.kernel,
+        num_replicas=max(1, per_host // world.local_world_size),
+        threads_per_rank=torch.get_num_threads(),
+        dram_bytes_per_host=row_bytes if memory_per_rank_bytes is None else int(memory_per_rank_bytes * per_host * (1 - RESERVED_SHARE)),
+        ssd_bytes_per_host=ssd_bytes,
+    )
+    folder = Path(config.plan_cache) if config.plan_cache else None
+    return TopologyShardingPlanner(topology, job, topology_constraints(tables, config), cache_folder=folder)
+
+
+def _topology(name_or_file: str, num_hosts: int, ssd_paths: Sequence[str]) -> ClusterTopology:
+    """The machines of a run: described in a file, or this one, as many times as there are hosts."""
+    if not name_or_file:
+        return this_machine(ssd_paths, num_hosts)
+    topology = load_topology(find_topology(name_or_file))
+    if any(host.devices for host in topology.hosts):
+        raise TopologyError(
+            f"planner.topology={name_or_file} describes ranks on devices, and runs compute on CPUs so far: choose another topology; "
+            "`python -m torchrec_kstep.plan --topology` plans for such machines"
+        )
+    return topology.with_hosts(num_hosts)
+
+
+def topology_constraints(tables: Mapping[str, Sequence[EmbeddingBagConfig]], config: PlannerConfig) -> dict[str, ParameterConstraints]:
+    """What the configuration allows each table; a table that may be sharded as the planner likes has no entry."""
+    constraints = {}
+    for table in (table for configs in tables.values() for table in configs):
+        wanted = config.tables.get(table.name, config.sharding)
+        if wanted != "auto":
+            constraints[table.name] = ParameterConstraints(sharding_types=[wanted])
+    return constraints
 
 
 def _constraints(tables: dict[str, list[EmbeddingBagConfig]], config: PlannerConfig, world: World) -> dict[str, ParameterConstraints]:

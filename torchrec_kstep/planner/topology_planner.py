@@ -16,7 +16,7 @@ from torchrec_kstep.config.suggest import did_you_mean
 from torchrec_kstep.cost import AccessCurve, Coefficients, Machine, StepSetup, Table
 from torchrec_kstep.cost.price import price
 from torchrec_kstep.cost.work import SLOT_OVERHEAD_BYTES
-from torchrec_kstep.errors import PlanError
+from torchrec_kstep.errors import PlanError, TopologyError
 from torchrec_kstep.planner.checks import check_plan
 from torchrec_kstep.planner.emit import sharding_plan
 from torchrec_kstep.planner.misfit import misfit_text
@@ -42,7 +42,7 @@ class Job:
         k: steps between merge rounds; 0 for one replica.
         num_replicas: whole copies of the model.
         threads_per_rank: cores that a rank computes with.
-        dram_bytes_per_host: DRAM for rows; None: what a host has, without a reserve.
+        dram_bytes_per_host: DRAM for rows, indexes not counted; None: what a host has, without a reserve.
         ssd_bytes_per_host: space for rows on drives; None: all of it. 0: none.
         prefetch: whether rows come up ahead.
         zipf_exponent: of tables without a curve of their own.
@@ -125,14 +125,15 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
     ) -> ShardingPlan:
         """Plans on rank 0; the plan, or the error, is what every rank of `pg` (default: all) returns or raises. Collective."""
         group = pg or dist.GroupMember.WORLD
-        outcome: list[ShardingPlan | PlanError | None] = [None]
+        assert group is not None, "there is no process group"
+        outcome: list[ShardingPlan | PlanError | TopologyError | None] = [None]
         if dist.get_rank(group) == 0:
             try:
                 outcome[0] = self.plan(module, sharders or [])
-            except PlanError as error:
+            except (PlanError, TopologyError) as error:
                 outcome[0] = error
         dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
-        if isinstance(outcome[0], PlanError):
+        if isinstance(outcome[0], PlanError | TopologyError):
             raise outcome[0]
         return outcome[0]
 

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_kstep.cost.machine import Matrix
 from torchrec_kstep.cost.work import Vector
 from torchrec_kstep.planner.search.problem import Problem
 
 Choice = npt.NDArray[np.int64]
 
 
-def complete(problem: Problem, choice: Choice) -> Choice:
-    """Places the tables whose entry is -1, the heaviest first, each where the step grows least."""
+def complete(problem: Problem, choice: Choice, doublings: int = 2) -> Choice:
+    """Places the tables whose entry is -1, the heaviest first, each where the step grows least, by the norm of order 2^doublings."""
     choice = choice.copy()
     loads, use = problem.base_loads.copy(), np.zeros(problem.capacities.size)
     weight = np.zeros(problem.num_tables)
@@ -27,7 +28,7 @@ def complete(problem: Problem, choice: Choice) -> Choice:
     order = sorted((table for table in range(problem.num_tables) if choice[table] < 0), key=lambda table: (-weight[table], table))
     for table in order:
         own_loads, own_use = problem.tables_of(int(problem.class_of[table]))
-        best = _best(problem, loads + own_loads, use + own_use)
+        best = _best(problem, loads + own_loads, use + own_use, doublings)
         choice[table] = best
         loads = loads + own_loads[best]
         use = use + own_use[best]
@@ -46,8 +47,8 @@ def rounded(problem: Problem, counts: Sequence[npt.NDArray[np.float64]]) -> Choi
     return complete(problem, choice)
 
 
-def improved(problem: Problem, choice: Choice, max_sweeps: int) -> Choice:
-    """Moves one table at a time, and pairs where no single move helps, until nothing gets better."""
+def improved(problem: Problem, choice: Choice, max_sweeps: int, doublings: int = 0) -> Choice:
+    """Moves one table at a time until no move makes the step shorter, by the norm of order 2^doublings."""
     choice = choice.copy()
     loads, use = problem.totals(choice)
     for _ in range(max_sweeps):
@@ -57,7 +58,7 @@ def improved(problem: Problem, choice: Choice, max_sweeps: int) -> Choice:
             for option in np.unique(choice[list(group.tables)]):
                 while True:  # each move lowers the score, so this ends
                     rest_loads, rest_use = loads - own_loads[option], use - own_use[option]
-                    best = _best(problem, rest_loads + own_loads, rest_use + own_use, stay=int(option))
+                    best = _best(problem, rest_loads + own_loads, rest_use + own_use, doublings, stay=int(option))
                     if best == option:
                         break
                     table = next(table for table in group.tables if choice[table] == option)
@@ -109,9 +110,9 @@ def _key(problem: Problem, loads: npt.NDArray[np.float64], use: npt.NDArray[np.f
     return (round(float(problem.overflow(use[None])[0]), 12), float(step[0] + tie[0]))
 
 
-def _best(problem: Problem, loads: npt.NDArray[np.float64], use: npt.NDArray[np.float64], stay: int | None = None) -> int:
+def _best(problem: Problem, loads: Matrix, use: Matrix, doublings: int = 0, stay: int | None = None) -> int:
     """Returns the best row; `stay`, unless another one is better by more than rounding."""
-    step, tie = problem.step_seconds(loads)
+    step, tie = problem.step_seconds(loads, doublings)
     total = step + tie
     overflow = np.round(problem.overflow(use), 12)
     best = int(np.lexsort((total, overflow))[0])

@@ -133,17 +133,47 @@ class Problem:
         step_s, tie_s = self.step_seconds(loads[None])
         return Score(float(self.overflow(use[None])[0]), float(step_s[0]), float(tie_s[0]))
 
-    def step_seconds(self, loads: Matrix) -> tuple[Vector, Vector]:
-        """Seconds of a step and the tie breaker for each row of `[n, resources]`."""
+    def step_seconds(self, loads: Matrix, doublings: int = 0) -> tuple[Vector, Vector]:
+        """Seconds of a step and the tie breaker for each row of `[n, resources]`.
+
+        Args:
+            loads: seconds that each resource is busy.
+            doublings: 0 for the busiest resource of each phase; n for the norm of order 2^n over them, which also counts the others:
+                a search that looks at the busiest alone cannot tell a first step towards balance from no step at all.
+        """
         if not self._phases:
             return np.full(loads.shape[0], self.fixed_s), np.zeros(loads.shape[0])
-        phases = np.maximum.reduceat(loads, self._starts, axis=1) + self._fixed
+        if doublings:
+            powers = loads * 1e3  # milliseconds, so that high powers stay within range
+            for _ in range(doublings):
+                powers = powers * powers
+            phases = np.add.reduceat(powers, self._starts, axis=1) ** (0.5**doublings) * 1e-3 + self._fixed
+        else:
+            phases = np.maximum.reduceat(loads, self._starts, axis=1) + self._fixed
         chain = phases[:, ~self._is_tiers].sum(axis=1) + self.fixed_s
         tiers = phases[:, self._is_tiers].sum(axis=1)
         step = np.maximum(chain, tiers) if self.machine.prefetch else chain + tiers
         # Where drives wait on the chain or the chain on drives, the one that is hidden still breaks ties.
         tie = _TIE_SHARE * (loads.mean(axis=1) + np.minimum(chain, tiers))
         return step, tie
+
+    def resource_weights(self, loads: Vector, order: float, tier_share: float | None) -> tuple[Vector, float]:
+        """Weights that add up to 1 within each phase, in proportion to a power of the loads, and the fixed seconds that go with them.
+
+        Args:
+            loads: how busy each resource is.
+            order: of the power.
+            tier_share: how much the tiers count beside the chain of the other phases, which then counts for the rest; None: both in full.
+        """
+        weights = np.zeros_like(loads)
+        fixed_s = (1.0 if tier_share is None else 1 - tier_share) * self.fixed_s
+        ends = [*self._starts[1:], loads.size]
+        for start, end, is_tiers, phase_s in zip(self._starts, ends, self._is_tiers, self._fixed, strict=True):
+            share = 1.0 if tier_share is None else tier_share if is_tiers else 1 - tier_share
+            part = (loads[start:end] / max(float(loads[start:end].max()), 1e-300)) ** order
+            weights[start:end] = share * part / part.sum() if part.sum() > 0 else share / (end - start)
+            fixed_s += share * float(phase_s)
+        return weights, fixed_s
 
     def overflow(self, use: Matrix) -> Vector:
         """Bytes above capacity over capacity, added up over pools, for each row of `[n, pools]`."""

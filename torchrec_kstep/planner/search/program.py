@@ -5,6 +5,8 @@ The step is minimised subject to: each phase is at least as long as each of its 
 step, and so do the tiers; no pool overflows.
 """
 
+import os
+import sys
 from dataclasses import dataclass
 
 import highspy
@@ -64,8 +66,7 @@ def solve_program(problem: Problem, integers: bool, max_nodes: int = 2000, relat
     _quantity_rows(problem, rows, columns)
     _phase_rows(problem, rows, columns)
     _pool_rows(problem, rows)
-    solver = highspy.Highs()
-    solver.silent()
+    solver = _quiet_solver()
     for name, value in (
         ("threads", 1),
         ("random_seed", 0),
@@ -77,6 +78,21 @@ def solve_program(problem: Problem, integers: bool, max_nodes: int = 2000, relat
     solver.passModel(_model(problem, rows, columns, integers))
     solver.run()
     return _result(problem, solver, columns, integers)
+
+
+def _quiet_solver() -> highspy.Highs:
+    """Makes a solver; its constructor writes a banner to the process's standard output, which is closed to it meanwhile."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]  # highspy annotates part of its methods only
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+    solver.silent()
+    return solver
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_kstep.planner.search.bound import weighted_bound
 from torchrec_kstep.planner.search.exhaustive import exhaustive, num_assignments
 from torchrec_kstep.planner.search.local import complete, improved, improved_by_pairs, rounded
 from torchrec_kstep.planner.search.problem import Problem, Score
@@ -12,10 +13,11 @@ from torchrec_kstep.planner.search.program import ProgramResult, solve_program
 
 _MAX_EXHAUSTIVE = 4096  # assignments
 _MAX_EXACT = 500  # options of all tables together, for the program with integers
-_MAX_BOUND = 60_000  # (class, option) pairs, for the program without
+_MAX_RELAXED = 400_000  # (class, option) pairs times ranks, for the program without
 _MAX_PAIRS = 12  # tables, for moves of two at once
 _MANY_RANKS = 32
 _SWEEPS, _SWEEPS_MANY_RANKS = 12, 2
+_ORDERS, _FEW_ORDERS = (2, 3, 4, 5, 6, 0), (3, 5, 0)  # doublings of the norm: 4, 8, ... and at last the busiest resource alone
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Solution:
     Attributes:
         choice: option of each table.
         score: its price.
-        bound_s: no placement that fits has a shorter step; 0 where no bound was computed.
+        bound_s: no placement has a shorter step.
         method: "exhaustive", "exact", "bounded" or "greedy".
     """
 
@@ -42,14 +44,18 @@ class Solution:
         return max(self.score.step_s / self.bound_s - 1, 0.0)
 
 
-def solve(problem: Problem) -> Solution:
+def solve(problem: Problem, max_exhaustive: int = _MAX_EXHAUSTIVE) -> Solution:
     """Searches for the placement with the shortest step. The same problem always gives the same answer.
 
     Small problems are solved exactly: by pricing every assignment, or by a mixed-integer program. Larger ones start from the
     program without integers, whose value is also the bound, are rounded and improved table by table. The largest are placed
-    greedily and improved, without a bound.
+    greedily and improved, with a bound from prices of resources.
+
+    Args:
+        problem: what to place.
+        max_exhaustive: price every assignment if there are no more; 0 leaves it to the program.
     """
-    if num_assignments(problem) <= _MAX_EXHAUSTIVE:
+    if num_assignments(problem) <= max_exhaustive:
         choice = exhaustive(problem)
         score = problem.score(choice)
         return Solution(choice, score, score.step_s, "exhaustive")
@@ -63,17 +69,24 @@ def solve(problem: Problem) -> Solution:
         found, method = solve_program(problem, integers=True), "exact"
         if not found.is_optimal:
             method = "bounded"
-    elif num_columns <= _MAX_BOUND:
+    elif num_columns * problem.machine.num_ranks <= _MAX_RELAXED:
         found, method = solve_program(problem, integers=False), "bounded"
     if found is not None and found.counts is not None:
         candidates.append(_polished(problem, rounded(problem, found.counts)))
     choice = min(candidates, key=lambda candidate: problem.score(candidate).key)
-    bound_s = 0.0 if found is None or found.is_infeasible else found.bound_s
+    bound_s = weighted_bound(problem, problem.totals(choice)[0])
+    if found is not None and not found.is_infeasible:
+        bound_s = max(bound_s, found.bound_s)
     return Solution(choice, problem.score(choice), bound_s, method)
 
 
 def _polished(problem: Problem, choice: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    choice = improved(problem, choice, _SWEEPS_MANY_RANKS if problem.machine.num_ranks > _MANY_RANKS else _SWEEPS)
+    """Improves by norms of rising order, and keeps the best of what each order ends with."""
+    many = problem.machine.num_ranks > _MANY_RANKS
+    best = choice
+    for doublings in _FEW_ORDERS if many else _ORDERS:
+        choice = improved(problem, choice, _SWEEPS_MANY_RANKS if many else _SWEEPS, doublings)
+        best = min(best, choice, key=lambda candidate: problem.score(candidate).key)
     if problem.num_tables <= _MAX_PAIRS:
-        choice = improved(problem, improved_by_pairs(problem, choice, max_moves=20), _SWEEPS)
-    return choice
+        best = improved(problem, improved_by_pairs(problem, best, max_moves=20), _SWEEPS)
+    return best

@@ -68,6 +68,16 @@ class _TieredSharder:
         """What a rank may hold on SSD; 0 for rows in DRAM. The planner takes it for the rank's memory."""
         return self._open_rows.bytes_per_rank() if isinstance(self._open_rows, OpenOnSsd) else 0
 
+    @property
+    def cache_bytes_per_host(self) -> int | None:
+        """DRAM for cached rows of all ranks of a host; None for rows that all live in DRAM."""
+        return self._open_rows.tiers.num_dram_bytes if isinstance(self._open_rows, OpenOnSsd) else None
+
+    @property
+    def ssd_paths(self) -> tuple[str, ...]:
+        """Folders of the host's drives; none for rows in DRAM."""
+        return tuple(map(str, self._open_rows.tiers.ssd_paths)) if isinstance(self._open_rows, OpenOnSsd) else ()
+
     def divide_over(self, plan: ShardingPlan) -> None:
         """Divides the tiers over all collections of `plan`. Without it each collection takes all of what the host may use."""
         self._plan = plan

@@ -1,0 +1,69 @@
+"""`python -m torchrec_kstep.plan`: what it prints, writes and refuses. Layer: unit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchrec_kstep import plan
+from torchrec_kstep.errors import ConfigError
+
+TABLES = ["--table", "rows=1e6,dim=64,ids=3,name=user", "--table", "rows=1e4,dim=16,count=3"]
+
+
+def test_tables_on_a_described_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, file = tmp_path / "plan.svg", tmp_path / "plan.json"
+    status = plan.main(["--topology", "two_socket_cpu", "--ranks-per-host", "2", *TABLES, "--svg", str(picture), "--json", str(file)])
+    told = capsys.readouterr().out
+    assert status == 0, told
+    assert "predicted step" in told
+    assert "user" in told
+    assert picture.read_text().startswith("<svg")
+    values = json.loads(file.read_text())
+    assert values["world_size"] == 8
+    assert [table["name"] for table in values["tables"]] == ["user", "t1", "t2", "t3"]
+
+
+def test_what_if_compares_hosts_and_periods(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--topology", "two_socket_cpu", "--ranks-per-host", "2", "--hosts", "2,4", "--k", "0,20", *TABLES]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    header = next(index for index, line in enumerate(lines) if line.split()[:3] == ["hosts", "k", "ranks"])
+    assert [line.split()[:3] for line in lines[header + 1 : header + 5]] == [
+        ["2", "-", "4"],
+        ["2", "20", "4"],
+        ["4", "-", "8"],
+        ["4", "20", "8"],
+    ]
+
+
+def test_the_run_of_train_is_planned_with_its_own_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["data=synthetic", "data.synthetic.num_train_rows=5000", "data.synthetic.num_eval_rows=100", "model=dlrm"]
+    settings += ["data.synthetic.num_rows_per_table=[100,20000]", "planner=tiered", f"data.path={tmp_path / 'prepared'}"]
+    assert plan.main(["--ranks-per-host", "2", *settings]) == 0
+    told = capsys.readouterr().out
+    assert "assumed, not measured" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--topology", "dgx_h10", *TABLES], 1, "did you mean 'dgx_h100'"),
+        (["--table", "rows=1e6"], 2, "expected rows=N,dim=N"),
+        (["--table", "rows=1e6,dim=6"], 2, "a multiple of 4"),
+        (["--table", "rows=1e6,dim=8", "model=dlrm"], 2, "leave out one of them"),
+        (["modl=dlrm"], 2, "did you mean"),
+        (["--topology", "small_cpu", "--table", "rows=1e11,dim=64"], 1, "short"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_error(arguments: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(arguments) == status
+    assert said in capsys.readouterr().err
+
+
+def test_a_table_of_words() -> None:
+    assert [(config.name, config.num_embeddings, ids) for config, ids in plan.parse_table("rows=1e3,dim=8,count=2,ids=2.5", 4)] == [
+        ("t4", 1000, 2.5),
+        ("t5", 1000, 2.5),
+    ]
+    with pytest.raises(ConfigError):
+        plan.parse_table("rows=x,dim=8", 0)
