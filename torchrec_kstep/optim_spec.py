@@ -152,11 +152,19 @@ class AdamSpec(_RowOptimizerSpec):
         eps: added to the bias-corrected root.
         bias_correction: which t corrects the bias: "global", the number of optimizer steps (as FBGEMM's default and
             `SparseAdam`), or "row", how often this row was updated (int32 field `step`). Both count from 1.
+        step_per_moment: with "row": v counts its updates in a field of its own, `step_v`. For moments that are merged in different
+            rounds: a counter must move together with its moment.
+        frozen: the denominator is `max(v_hat, v / (1 - b2^t))`; only merge rounds change the field `v_hat`, to the corrected v that
+            they merged, so that between rounds all replicas divide by about the same. Before its first round a row has v_hat 0.
+        amsgrad: with `frozen`: v_hat becomes the larger of its value and the merged one.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     bias_correction: BiasCorrection = "global"
+    step_per_moment: bool = False
+    frozen: bool = False
+    amsgrad: bool = False
 
     kind: ClassVar[str] = "adam"
 
@@ -165,12 +173,22 @@ class AdamSpec(_RowOptimizerSpec):
         faults += [f"beta {beta} is outside [0, 1)" for beta in self.betas if not 0 <= beta < 1]
         if self.bias_correction not in ("global", "row"):
             faults.append(f"bias_correction is {self.bias_correction!r}, expected 'global' or 'row'")
+        if self.step_per_moment and self.bias_correction != "row":
+            faults.append("step_per_moment needs bias_correction 'row': the global step is one for all")
+        if self.amsgrad and not self.frozen:
+            faults.append("amsgrad needs frozen: it says how merge rounds change v_hat")
         return faults
 
     def state_fields(self, dim: int) -> tuple[RecordField, ...]:
-        """Moments `m` and `v`, and the row's `step` for row-wise bias correction."""
-        step = (RecordField("step", "i32", 1),) if self.bias_correction == "row" else ()
-        return (RecordField("m", "f32", dim), RecordField("v", "f32", dim), *step)
+        """Moments `m` and `v`; `v_hat` if frozen; the row's `step` and `step_v` for row-wise bias correction."""
+        fields = [RecordField("m", "f32", dim), RecordField("v", "f32", dim)]
+        if self.frozen:
+            fields.append(RecordField("v_hat", "f32", dim))
+        if self.bias_correction == "row":
+            fields.append(RecordField("step", "i32", 1))
+        if self.step_per_moment:
+            fields.append(RecordField("step_v", "i32", 1))
+        return tuple(fields)
 
     def kernel_options(self, tables: Sequence[str] = ()) -> dict[str, float]:
         """As the base class, with Adam's constants."""
@@ -179,6 +197,9 @@ class AdamSpec(_RowOptimizerSpec):
             "beta2": self.betas[1],
             "eps": self.eps,
             "row_bias": float(self.bias_correction == "row"),
+            "step_per_moment": float(self.step_per_moment),
+            "frozen": float(self.frozen),
+            "amsgrad": float(self.amsgrad),
         }
 
 

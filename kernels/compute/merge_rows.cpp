@@ -153,7 +153,10 @@ struct ApplyMergedArgs {
   std::byte* const* payload;
   std::size_t dim;
   std::uint32_t counter;
-  std::uint32_t step;  // offset of the row's step if this tracker moves it, else kNoField
+  std::uint32_t steps[2];  // offsets of the counters of updates that move with this tracker, else kNoField
+  std::uint32_t v_hat;     // offset if this tracker sets it, else kNoField
+  const OptimizerSpec& spec;
+  std::uint64_t global_step;
   MergeForm form;
 };
 
@@ -188,10 +191,20 @@ void correct_moved(const MergedField& field, const float* __restrict target, flo
   }
 }
 
+// v_hat from the merged v; `step` counts the updates behind it.
+void freeze(const ApplyMergedArgs& a, const float* __restrict v, std::uint64_t step, float* __restrict v_hat) {
+  const auto bias = static_cast<float>(inverse_bias(a.spec.beta2, step));
+  for (std::size_t j = 0; j < a.dim; ++j) {
+    const float corrected = v[j] * bias;
+    v_hat[j] = a.spec.is_amsgrad && v_hat[j] > corrected ? v_hat[j] : corrected;
+  }
+}
+
 void apply_row(const ApplyMergedArgs& a, const MergedRow& row, float* scratch) {
   const bool is_touched = row.start != TouchRound::kNotFound;
   const bool has_moved = row.running != TouchRound::kNotFound;
   const std::int32_t count_now = counter_at(row.payload, a.counter);
+  const float* merged_v = nullptr;
   for (std::size_t f = 0; f < a.fields.size(); ++f) {
     const MergedField& field = a.fields[f];
     float* present = floats_at(row.payload, field.offset);
@@ -200,12 +213,17 @@ void apply_row(const ApplyMergedArgs& a, const MergedRow& row, float* scratch) {
     const float* change = a.merged.values[f] + row.index * a.dim;
     merge_values(a, field, row, base, change, has_moved ? scratch : present);
     if (has_moved) correct_moved(field, scratch, static_cast<float>(field.powers(count_now)), a.dim, present, collected);
+    if (field.is_v) merged_v = has_moved ? collected : present;
   }
-  if (a.step != RecordSchema::kNoField) {
-    const std::int32_t mine = !is_touched ? 0 : a.running == nullptr ? count_now : a.start->counts[row.start];
-    const auto steps = static_cast<std::int32_t>(std::nearbyint(a.merged.u_real[row.index]));
-    counter_at(row.payload, a.step) += std::max(steps, 1) - mine;
+  const std::int32_t mine = !is_touched ? 0 : a.running == nullptr ? count_now : a.start->counts[row.start];
+  const auto steps = std::max(static_cast<std::int32_t>(std::nearbyint(a.merged.u_real[row.index])), 1);
+  std::uint64_t step_of_v = a.global_step;
+  for (std::uint32_t offset : a.steps) {
+    if (offset == RecordSchema::kNoField) continue;
+    counter_at(row.payload, offset) += steps - mine;
+    step_of_v = static_cast<std::uint64_t>(counter_at(row.payload, offset) - (has_moved ? count_now : 0));
   }
+  if (a.v_hat != RecordSchema::kNoField) freeze(a, merged_v, step_of_v, floats_at(row.payload, a.v_hat));
   if (a.running == nullptr && is_touched) {
     counter_at(row.payload, a.counter) = 0;
     a.start->is_cleared[row.start] = 1;
@@ -259,7 +277,8 @@ Status collect_rows(const TrackedTable& at, const std::uint64_t* rows, std::size
   return Status();
 }
 
-Status apply_merged(const TrackedTable& at, const MergedRows& merged, MergeForm form, int num_threads, std::int64_t* num_rows_read) {
+Status apply_merged(const TrackedTable& at, const MergedRows& merged, MergeForm form, std::uint64_t step, int num_threads,
+                    std::int64_t* num_rows_read) {
   KSTEP_RETURN_IF_ERROR(check_tracked(at));
   const std::int64_t read_before = rows_read(at);
   TouchTracker& tracker = at.group->tracker(at.table, at.tracker);
@@ -271,10 +290,23 @@ Status apply_merged(const TrackedTable& at, const MergedRows& merged, MergeForm 
   const RowLayout& layout = at.group->layout(at.table);
   const OptimizerSpec& spec = at.group->spec();
   const bool has_v = std::any_of(fields.begin(), fields.end(), [](const MergedField& field) { return field.is_v; });
-  const bool moves_step = has_v && spec.kind == OptimizerKind::Adam && spec.bias_correction == BiasCorrection::Row;
+  const bool has_m = std::any_of(fields.begin(), fields.end(), [&](const MergedField& field) { return !field.is_weight && !field.is_v; });
+  const bool counts_rows = spec.kind == OptimizerKind::Adam && spec.bias_correction == BiasCorrection::Row;
+  // One counter for both moments moves with v, whose correction lasts longer; else each moves with its moment.
+  const bool moves_step = counts_rows && (spec.step_per_moment ? has_m : has_v);
   std::vector<std::byte*> payload(std::min(merged.num_rows, kRowsPerPin));
-  const ApplyMergedArgs args{fields,           merged, start, running, payload.data(), layout.dim, tracker.counter(),
-                             moves_step ? layout.step : RecordSchema::kNoField, form};
+  const ApplyMergedArgs args{fields,
+                             merged,
+                             start,
+                             running,
+                             payload.data(),
+                             layout.dim,
+                             tracker.counter(),
+                             {moves_step ? layout.step : RecordSchema::kNoField, has_v ? layout.step_v : RecordSchema::kNoField},
+                             has_v ? layout.v_hat : RecordSchema::kNoField,
+                             spec,
+                             step,
+                             form};
   RowSource& source = at.group->source();
   for (std::size_t first = 0; first < merged.num_rows; first += kRowsPerPin) {
     const std::size_t count = std::min(kRowsPerPin, merged.num_rows - first);

@@ -32,7 +32,9 @@ struct MergedRows {
   std::vector<const float*> values;     // per field [num_rows, dim]
 };
 
-// Applies to the detached round if there is one, else to the running one. num_rows_read: rows that had to be read from SSD.
-Status apply_merged(const TrackedTable& at, const MergedRows& merged, MergeForm form, int num_threads, std::int64_t* num_rows_read);
+// Applies to the detached round if there is one, else to the running one. `step`: the optimizer's step that corrects the bias of
+// a frozen v_hat (BiasCorrection::Global). num_rows_read: rows that had to be read from SSD.
+Status apply_merged(const TrackedTable& at, const MergedRows& merged, MergeForm form, std::uint64_t step, int num_threads,
+                    std::int64_t* num_rows_read);
 
 }  // namespace kstep

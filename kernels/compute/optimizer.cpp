@@ -49,6 +49,9 @@ Status RowLayout::make(const TableSpec& table, const OptimizerSpec& spec, RowLay
   KSTEP_RETURN_IF_ERROR(find_field(table, "m", DType::F32, table.dim, is_adam, &out->m));
   KSTEP_RETURN_IF_ERROR(find_field(table, "v", DType::F32, table.dim, is_adam, &out->v));
   KSTEP_RETURN_IF_ERROR(find_field(table, "step", DType::I32, 1, needs_step, &out->step));
+  out->step_v = out->v_hat = RecordSchema::kNoField;
+  if (needs_step && spec.step_per_moment) KSTEP_RETURN_IF_ERROR(find_field(table, "step_v", DType::I32, 1, true, &out->step_v));
+  if (is_adam && spec.is_frozen) KSTEP_RETURN_IF_ERROR(find_field(table, "v_hat", DType::F32, table.dim, true, &out->v_hat));
   KSTEP_RETURN_IF_ERROR(
       find_field(table, "sum", DType::F32, 1, spec.kind == OptimizerKind::RowwiseAdagrad, &out->sum));
   for (std::size_t tracker = 0; tracker < kMaxTrackers; ++tracker) {

@@ -8,6 +8,7 @@
 //   Adam      m = b1 * m + (1 - b1) * g;  v = b2 * v + ((1 - b2) * g) * g
 //             w -= (lr / (1 - b1^t)) * m / (sqrt(v / (1 - b2^t)) + eps)       (lazy: touched rows only)
 //             t is the group's step (global) or the number of times this row was updated (row), counted from 1
+//             frozen: max(v_hat, v / (1 - b2^t)) in place of v / (1 - b2^t); v_hat is set by merge rounds, 0 before the first
 //   Adagrad   sum += mean(g^2);  w -= (lr / (sqrt(sum) + eps)) * g           (row-wise: one sum per row)
 // Sums over columns (norms, mean) run in 16 lanes, column j in lane j % 16, then a tree: the same bits at every vector
 // width.
@@ -33,6 +34,9 @@ struct OptimizerSpec {
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
   double l2 = 0.0;
   BiasCorrection bias_correction = BiasCorrection::Global;
+  bool step_per_moment = false;  // Row: v counts its updates apart from m
+  bool is_frozen = false;        // the denominator is at least v_hat, which only merge rounds change
+  bool is_amsgrad = false;       // frozen: v_hat never falls
   bool has_clip = false;
   double clip_ratio = 1.0;   // r
   double clip_zeta = 1e-5;   // zeta
@@ -56,6 +60,7 @@ struct RowLayout {
   std::uint32_t dim = 0;
   std::uint32_t payload_bytes = 0;
   std::uint32_t m = 0, v = 0, step = 0, sum = 0;
+  std::uint32_t step_v = 0, v_hat = 0;
   std::uint32_t touches[kMaxTrackers] = {};  // per tracker: updates since the row's touches were last cleared
   std::uint32_t base = 0;                    // the weights just before the first of those of tracker 0
 

@@ -53,6 +53,16 @@ struct ApplyArgs {
   const float* row_grads;      // as in ReduceArgs
   const std::int32_t* counts;  // [U] occurrences of the row in the batch
   const std::int64_t* unique_rows;  // [U]
+  const float* scales;              // [U] factor of each row's gradient, in place of the clip; or null
+};
+
+// What a clip needs to know of rows whose columns lie in several places: squares of this part, to be added up over the parts.
+struct NormArgs {
+  std::byte* const* payload;
+  const float* row_grads;  // as in ReduceArgs
+  float l2;
+  float* grad_squares;     // [U] of the gradient, L2 included
+  float* weight_squares;   // [U]
 };
 
 // Gradient of the per-sample weights of one feature: out_i = (1 / bag size, if mean) * <grad of the bag, row_i>.
@@ -74,6 +84,7 @@ struct RowKernels {
   void (*reduce_rows)(const ReduceArgs&, std::uint32_t dim, std::size_t row_begin, std::size_t row_end);
   void (*reduce_update)(const ReduceArgs&, const UpdateParams&, std::size_t row_begin, std::size_t row_end);
   void (*apply_update)(const ApplyArgs&, const UpdateParams&, std::size_t row_begin, std::size_t row_end);
+  void (*row_norms)(const NormArgs&, std::uint32_t dim, std::size_t row_begin, std::size_t row_end);
   void (*weight_grads)(const WeightGradArgs&, std::size_t bag_begin, std::size_t bag_end);
 };
 

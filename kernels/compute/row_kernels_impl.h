@@ -229,16 +229,29 @@ KSTEP_INLINE void adam_row(const UpdateParams& p, std::byte* payload, const floa
   if (p.row_bias1 != nullptr) {
     const std::int32_t step = ++*counter(payload, p.layout.step);
     bias1 = row_bias(p.row_bias1, p.row_bias1_size, p.row_beta1, step);
-    bias2 = row_bias(p.row_bias2, p.row_bias2_size, p.row_beta2, step);
+    const std::int32_t step_v = p.layout.step_v == RecordSchema::kNoField ? step : ++*counter(payload, p.layout.step_v);
+    bias2 = row_bias(p.row_bias2, p.row_bias2_size, p.row_beta2, step_v);
   }
   const float step_size = p.lr * bias1, eps = p.eps;
   const float beta1 = p.beta1, beta2 = p.beta2, rest1 = p.one_minus_beta1, rest2 = p.one_minus_beta2;
+  if (p.layout.v_hat == RecordSchema::kNoField) {
+    for (int j = 0; j < dim; ++j) {
+      const float moment = beta1 * m[j] + rest1 * g[j];
+      const float square = beta2 * v[j] + (rest2 * g[j]) * g[j];
+      m[j] = moment;
+      v[j] = square;
+      w[j] -= (step_size * moment) / (__builtin_sqrtf(square * bias2) + eps);
+    }
+    return;
+  }
+  const float* __restrict v_hat = field(payload, p.layout.v_hat);
   for (int j = 0; j < dim; ++j) {
     const float moment = beta1 * m[j] + rest1 * g[j];
     const float square = beta2 * v[j] + (rest2 * g[j]) * g[j];
+    const float corrected = square * bias2;
     m[j] = moment;
     v[j] = square;
-    w[j] -= (step_size * moment) / (__builtin_sqrtf(square * bias2) + eps);
+    w[j] -= (step_size * moment) / (__builtin_sqrtf(corrected > v_hat[j] ? corrected : v_hat[j]) + eps);
   }
 }
 
@@ -258,14 +271,19 @@ KSTEP_INLINE void adagrad_row(const UpdateParams& p, std::byte* payload, const f
   for (int j = 0; j < dim; ++j) w[j] -= step_size * g[j];
 }
 
-// L2 and CowClip. Returns the gradient to use: `g` itself, or `acc` once something had to change.
+// L2, then CowClip or the factor that `scale` points to. Returns the gradient to use: `g` itself, or `acc` once something had to change.
 template <int kDim>
 KSTEP_INLINE const float* shape_gradient(const UpdateParams& p, const std::byte* payload, const float* g, std::int32_t count,
-                                   int dim, float* acc) {
+                                   const float* scale, int dim, float* acc) {
   const float* w = weight_of(payload);
   if (p.l2 != 0.0f) {
     for (int j = 0; j < dim; ++j) acc[j] = g[j] + p.l2 * w[j];
     g = acc;
+  }
+  if (scale != nullptr) {
+    if (p.has_clip && *scale < 1.0f) __atomic_fetch_add(p.num_clipped, 1, __ATOMIC_RELAXED);
+    for (int j = 0; j < dim; ++j) acc[j] = *scale * g[j];
+    return acc;
   }
   if (p.has_clip) {
     const float weight_norm = norm<kDim>(w, static_cast<std::uint32_t>(dim));
@@ -274,8 +292,8 @@ KSTEP_INLINE const float* shape_gradient(const UpdateParams& p, const std::byte*
     const float grad_norm = norm<kDim>(g, static_cast<std::uint32_t>(dim));
     if (grad_norm > limit) {
       __atomic_fetch_add(p.num_clipped, 1, __ATOMIC_RELAXED);  // rare; a std::atomic's members could be shared between units
-      const float scale = limit / grad_norm;
-      for (int j = 0; j < dim; ++j) acc[j] = scale * g[j];
+      const float factor = limit / grad_norm;
+      for (int j = 0; j < dim; ++j) acc[j] = factor * g[j];
       g = acc;
     }
   }
@@ -309,11 +327,11 @@ KSTEP_INLINE void note_touches(const UpdateParams& p, std::byte* payload, std::i
 }
 
 template <int kDim>
-KSTEP_INLINE void update_row(const UpdateParams& p, std::byte* payload, const float* g, std::int32_t count, std::int64_t row,
-                       float* acc) {
+KSTEP_INLINE void update_row(const UpdateParams& p, std::byte* payload, const float* g, std::int32_t count, const float* scale,
+                       std::int64_t row, float* acc) {
   const int dim = width<kDim>(p.layout.dim);
   note_touches(p, payload, row, dim);
-  g = shape_gradient<kDim>(p, payload, g, count, dim, acc);
+  g = shape_gradient<kDim>(p, payload, g, count, scale, dim, acc);
   switch (p.kind) {
     case OptimizerKind::Adam: adam_row<kDim>(p, payload, g, dim); break;
     case OptimizerKind::Sgd: sgd_row<kDim>(p, payload, g, dim); break;
@@ -330,7 +348,7 @@ void reduce_update(const ReduceArgs& a, const UpdateParams& p, std::size_t row_b
   for (std::size_t row = row_begin; row < row_end; ++row) {
     if (row + kRowsAhead < row_end) prefetch(a.payload[row + kRowsAhead], p.layout.payload_bytes);
     const float* g = reduce_row<kDim>(a, dim, row, last, acc);
-    update_row<kDim>(p, a.payload[row], g, a.row_offsets[row + 1] - a.row_offsets[row], a.unique_rows[row], acc);
+    update_row<kDim>(p, a.payload[row], g, a.row_offsets[row + 1] - a.row_offsets[row], nullptr, a.unique_rows[row], acc);
   }
 }
 
@@ -340,7 +358,25 @@ void apply_update(const ApplyArgs& a, const UpdateParams& p, std::size_t row_beg
   alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
   for (std::size_t row = row_begin; row < row_end; ++row) {
     if (row + kRowsAhead < row_end) prefetch(a.payload[row + kRowsAhead], p.layout.payload_bytes);
-    update_row<kDim>(p, a.payload[row], a.row_grads + row * dim, a.counts[row], a.unique_rows[row], acc);
+    update_row<kDim>(p, a.payload[row], a.row_grads + row * dim, a.counts[row], a.scales != nullptr ? a.scales + row : nullptr,
+                     a.unique_rows[row], acc);
+  }
+}
+
+template <int kDim>
+void row_norms(const NormArgs& a, std::uint32_t dim_, std::size_t row_begin, std::size_t row_end) {
+  const int dim = width<kDim>(dim_);
+  alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
+  for (std::size_t row = row_begin; row < row_end; ++row) {
+    if (row + kRowsAhead < row_end) prefetch(a.payload[row + kRowsAhead], static_cast<std::size_t>(dim) * sizeof(float));
+    const float* w = weight_of(a.payload[row]);
+    const float* g = a.row_grads + row * static_cast<std::size_t>(dim);
+    if (a.l2 != 0.0f) {
+      for (int j = 0; j < dim; ++j) acc[j] = g[j] + a.l2 * w[j];
+      g = acc;
+    }
+    a.grad_squares[row] = dot<kDim>(g, g, dim_);
+    a.weight_squares[row] = dot<kDim>(w, w, dim_);
   }
 }
 
@@ -374,6 +410,9 @@ void reduce_update_any(const ReduceArgs& a, const UpdateParams& p, std::size_t b
 void apply_update_any(const ApplyArgs& a, const UpdateParams& p, std::size_t begin, std::size_t end) {
   KSTEP_BY_DIM(p.layout.dim, apply_update, a, p, begin, end)
 }
+void row_norms_any(const NormArgs& a, std::uint32_t dim, std::size_t begin, std::size_t end) {
+  KSTEP_BY_DIM(dim, row_norms, a, dim, begin, end)
+}
 
 #undef KSTEP_BY_DIM
 #undef KSTEP_INLINE
@@ -382,6 +421,6 @@ void apply_update_any(const ApplyArgs& a, const UpdateParams& p, std::size_t beg
 
 extern const RowKernels KSTEP_KERNELS;
 const RowKernels KSTEP_KERNELS = {KSTEP_ISA,       gather_pooled_any, gather_rows_any,  reduce_rows_any,
-                                  reduce_update_any, apply_update_any, weight_grads_any};
+                                  reduce_update_any, apply_update_any, row_norms_any,   weight_grads_any};
 
 }  // namespace kstep

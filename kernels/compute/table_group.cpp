@@ -283,7 +283,7 @@ UpdateParams TableGroup::update_params(std::size_t table, const StepParams& step
   params.has_clip = has_clip(table);
   params.num_clipped = &num_clipped_[table];
   params.sinks = sinks_.data() + table * kMaxTrackers;
-  params.num_sinks = static_cast<std::uint32_t>(trackers_[table].size());
+  params.num_sinks = is_tracking_ ? static_cast<std::uint32_t>(trackers_[table].size()) : 0;
   params.clip_ratio = static_cast<float>(spec_.clip_ratio);
   params.clip_floor = static_cast<float>(spec_.clip_ratio * std::sqrt(static_cast<double>(params.layout.dim)) * spec_.clip_zeta);
   if (spec_.kind == OptimizerKind::Adam && spec_.bias_correction == BiasCorrection::Row) {
@@ -317,7 +317,7 @@ Status TableGroup::reduce_update(const Lookup& lookup, const Gradient& gradient,
   return pins.unpin(true);
 }
 
-Status TableGroup::apply(const RowGradients& gradients, const StepParams& step, int num_threads) {
+Status TableGroup::apply(const RowGradients& gradients, const StepParams& step, int num_threads, const float* scales) {
   KSTEP_RETURN_IF_ERROR(check_can_update());
   KSTEP_RETURN_IF_ERROR(prepare_sinks(gradients.table_offsets));
   Pins pins(this);
@@ -325,11 +325,24 @@ Status TableGroup::apply(const RowGradients& gradients, const StepParams& step, 
   cut_row_ranges(gradients.table_offsets);
   parallel_tasks(num_threads, ranges_.size(), [&](std::size_t task) {
     const RowRange& range = ranges_[task];
-    const ApplyArgs args{payload_.data(), gradients.grads + grad_begin_[range.table], gradients.counts, gradients.unique_rows};
+    const ApplyArgs args{payload_.data(), gradients.grads + grad_begin_[range.table], gradients.counts, gradients.unique_rows, scales};
     row_kernels().apply_update(args, update_params(range.table, step), range.begin, range.end);
   });
   count_updates(gradients.table_offsets);
   return pins.unpin(true);
+}
+
+Status TableGroup::row_norms(const RowGradients& gradients, float* grad_squares, float* weight_squares, int num_threads) {
+  Pins pins(this);
+  KSTEP_RETURN_IF_ERROR(pins.pin(gradients.unique_rows, gradients.table_offsets, PinMode::Read));
+  cut_row_ranges(gradients.table_offsets);
+  parallel_tasks(num_threads, ranges_.size(), [&](std::size_t task) {
+    const RowRange& range = ranges_[task];
+    const NormArgs args{payload_.data(), gradients.grads + grad_begin_[range.table], static_cast<float>(spec_.l2), grad_squares,
+                        weight_squares};
+    row_kernels().row_norms(args, layouts_[range.table].dim, range.begin, range.end);
+  });
+  return pins.unpin(false);
 }
 
 // ---- single fields and touched rows ----------------------------------------------------------------------------------
@@ -372,6 +385,7 @@ Status TableGroup::write_field(std::uint32_t table, const std::uint64_t* rows, s
 
 Status TableGroup::prepare_sinks(const std::int64_t* table_offsets) {
   sinks_.resize(layouts_.size() * kMaxTrackers);
+  if (!is_tracking_) return Status();
   for (std::size_t t = 0; t < layouts_.size(); ++t) {
     const std::int64_t num_rows = table_offsets[t + 1] - table_offsets[t];
     if (num_rows == 0) continue;
@@ -385,6 +399,17 @@ Status TableGroup::prepare_sinks(const std::int64_t* table_offsets) {
       sinks_[t * kMaxTrackers + i] = tracker.sink();
     }
   }
+  return Status();
+}
+
+Status TableGroup::set_tracking(bool is_tracking) {
+  for (std::size_t t = 0; t < layouts_.size() && !is_tracking; ++t) {
+    for (TouchTracker& tracker : trackers_[t]) {
+      if (tracker.current().num_rows() == 0 && tracker.detached() == nullptr) continue;
+      return Status::invalid("table '" + tables()[t].name + "'", "rows are touched; end the merge round before tracking stops");
+    }
+  }
+  is_tracking_ = is_tracking;
   return Status();
 }
 

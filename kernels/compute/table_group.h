@@ -83,7 +83,10 @@ class TableGroup {
 
   Status reduce(const Lookup& lookup, const Gradient& gradient, float* row_grads, std::int32_t* counts, int num_threads);
   Status reduce_update(const Lookup& lookup, const Gradient& gradient, const StepParams& step, int num_threads);
-  Status apply(const RowGradients& gradients, const StepParams& step, int num_threads);
+  // scales: [U] factor of each row's gradient in place of the clip, or null.
+  Status apply(const RowGradients& gradients, const StepParams& step, int num_threads, const float* scales = nullptr);
+  // Sums of squares over the columns of each row: [U] of its gradient (L2 included) and of its weights.
+  Status row_norms(const RowGradients& gradients, float* grad_squares, float* weight_squares, int num_threads);
 
   // Copies one field of rows (strictly ascending) to or from `values`, [num_rows * width * dtype bytes].
   Status read_field(std::uint32_t table, const std::uint64_t* rows, std::size_t num_rows, const std::string& field,
@@ -96,6 +99,8 @@ class TableGroup {
   std::uint64_t num_clipped(std::size_t table) const { return num_clipped_[table]; }
   bool has_clip(std::size_t table) const;
 
+  // Whether updates count touches, as they do at first. Switching off needs a group without touched rows.
+  Status set_tracking(bool is_tracking);
   // Keeps bases of float32 fields at the first touch of each row from now on; no row may be touched yet.
   Status track(std::uint32_t table, std::size_t tracker, const std::vector<std::string>& fields);
   // Rows updated since `clear_touched` or `detach_touched`, ascending.
@@ -131,6 +136,7 @@ class TableGroup {
   std::vector<RowLayout> layouts_;
   std::vector<std::uint64_t> num_updated_, num_clipped_;  // [num_tables]
   std::vector<std::vector<TouchTracker>> trackers_;  // per table
+  bool is_tracking_ = true;
 
   // Scratch; grows to the largest batch and stays.
   std::vector<std::byte*> payload_;          // [U]

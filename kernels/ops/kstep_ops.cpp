@@ -243,16 +243,35 @@ GradientTensors merge_row_gradients_op(at::TensorList unique_rows, at::TensorLis
   return merge_gradient_tensors(parts, table_dims.vec());
 }
 
+GradientTensors checked_gradients(const TableGroup& group, const Tensor& unique_rows, const Tensor& table_offsets, const Tensor& counts,
+                                  const Tensor& grads) {
+  IntList dims;
+  for (const TableSpec& table : group.tables()) dims.push_back(table.dim);
+  GradientTensors gradients{unique_rows, table_offsets, counts, grads};
+  check_gradients(gradients, dims);
+  check_rows(group, unique_rows, table_offsets);
+  return gradients;
+}
+
 void apply_row_gradients(int64_t group, const Tensor& unique_rows, const Tensor& table_offsets, const Tensor& counts,
-                         const Tensor& grads) {
+                         const Tensor& grads, const OptionalTensor& scales) {
   const std::shared_ptr<GroupState> state = find_group(group);
   std::lock_guard<std::mutex> lock(state->mutex);
-  IntList dims;
-  for (const TableSpec& table : state->tables->tables()) dims.push_back(table.dim);
-  const GradientTensors gradients{unique_rows, table_offsets, counts, grads};
-  check_gradients(gradients, dims);
-  check_rows(*state->tables, unique_rows, table_offsets);
-  check(state->tables->apply(row_gradients(gradients), state->checked_step(), at::get_num_threads()));
+  const GradientTensors gradients = checked_gradients(*state->tables, unique_rows, table_offsets, counts, grads);
+  if (scales.has_value()) check_tensor(*scales, "scales", at::kFloat, unique_rows.numel());
+  check(state->tables->apply(row_gradients(gradients), state->checked_step(), at::get_num_threads(),
+                             scales.has_value() ? scales->const_data_ptr<float>() : nullptr));
+}
+
+std::tuple<Tensor, Tensor> row_norms(int64_t group, const Tensor& unique_rows, const Tensor& table_offsets, const Tensor& counts,
+                                     const Tensor& grads) {
+  const std::shared_ptr<GroupState> state = find_group(group);
+  std::lock_guard<std::mutex> lock(state->mutex);
+  const GradientTensors gradients = checked_gradients(*state->tables, unique_rows, table_offsets, counts, grads);
+  Tensor grad_squares = at::empty({unique_rows.numel()}, at::kFloat), weight_squares = at::empty({unique_rows.numel()}, at::kFloat);
+  check(state->tables->row_norms(row_gradients(gradients), grad_squares.mutable_data_ptr<float>(),
+                                 weight_squares.mutable_data_ptr<float>(), at::get_num_threads()));
+  return {grad_squares, weight_squares};
 }
 
 const std::uint64_t* checked_field_rows(const TableGroup& group, int64_t table, const Tensor& rows) {
@@ -370,6 +389,7 @@ TORCH_LIBRARY(kstep, m) {
       .def("num_pending", &RowGroup::num_pending)
       .def("take_pending", &RowGroup::take_pending)
       .def("track", &RowGroup::track)
+      .def("set_tracking", &RowGroup::set_tracking)
       .def("touched_rows", &RowGroup::touched_rows)
       .def("clear_touched", &RowGroup::clear_touched)
       .def("detach_touched", &RowGroup::detach_touched)
@@ -398,7 +418,10 @@ TORCH_LIBRARY(kstep, m) {
   m.def(
       "merge_row_gradients(Tensor[] unique_rows, Tensor[] table_offsets, Tensor[] counts, Tensor[] grads, int[] table_dims) -> "
       "(Tensor unique_rows, Tensor table_offsets, Tensor counts, Tensor grads)");
-  m.def("apply_row_gradients(int group, Tensor unique_rows, Tensor table_offsets, Tensor counts, Tensor grads) -> ()");
+  m.def("apply_row_gradients(int group, Tensor unique_rows, Tensor table_offsets, Tensor counts, Tensor grads, Tensor? scales) -> ()");
+  m.def(
+      "row_norms(int group, Tensor unique_rows, Tensor table_offsets, Tensor counts, Tensor grads) -> (Tensor grad_squares, "
+      "Tensor weight_squares)");
   m.def("read_rows(int group, int table, Tensor rows, str field, int width, ScalarType dtype) -> Tensor");
   m.def("write_rows(int group, int table, Tensor rows, str field, Tensor values) -> ()");
   m.def("prefetch_rows(int group, Tensor unique_rows, Tensor table_offsets) -> ()");
@@ -414,6 +437,7 @@ TORCH_LIBRARY_IMPL(kstep, CPU, m) {
   m.impl("sequence_backward", &sequence_backward);
   m.impl("merge_row_gradients", &merge_row_gradients_op);
   m.impl("apply_row_gradients", &apply_row_gradients);
+  m.impl("row_norms", &row_norms);
   m.impl("read_rows", &read_rows);
   m.impl("write_rows", &write_rows);
   m.impl("prefetch_rows", &prefetch_rows);

@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "compute/merge_reduce.h"
 #include "compute/merge_rows.h"
 #include "compute/wire.h"
@@ -116,7 +118,7 @@ std::tuple<Tensor, Tensor, Tensor> merge_reduce(at::TensorList rows, at::TensorL
 }
 
 int64_t merge_apply(int64_t group, int64_t table, int64_t tracker, const Tensor& rows, const Tensor& u_real, at::TensorList values,
-                    int64_t form) {
+                    int64_t form, int64_t step) {
   const std::shared_ptr<GroupState> state = find_group(group);
   std::lock_guard<std::mutex> lock(state->mutex);
   const TrackedTable at = checked_tracked(*state, table, tracker);
@@ -135,7 +137,8 @@ int64_t merge_apply(int64_t group, int64_t table, int64_t tracker, const Tensor&
     merged.values.push_back(value.const_data_ptr<float>());
   }
   std::int64_t num_rows_read = 0;
-  check(apply_merged(at, merged, checked_form(form), at::get_num_threads(), &num_rows_read));
+  const std::uint64_t bias_step = step > 0 ? static_cast<std::uint64_t>(step) : std::max<std::uint64_t>(state->step.step, 1);
+  check(apply_merged(at, merged, checked_form(form), bias_step, at::get_num_threads(), &num_rows_read));
   return num_rows_read;
 }
 
@@ -175,7 +178,7 @@ TORCH_LIBRARY_FRAGMENT(kstep, m) {
   m.def(
       "merge_reduce(Tensor[] rows, Tensor[] counts, Tensor[] values, bool[] is_averaged, int policy, int num_steps, int num_replicas) -> "
       "(Tensor rows, Tensor u_real, Tensor values)");
-  m.def("merge_apply(int group, int table, int tracker, Tensor rows, Tensor u_real, Tensor[] values, int form) -> int");
+  m.def("merge_apply(int group, int table, int tracker, Tensor rows, Tensor u_real, Tensor[] values, int form, int step) -> int");
   m.def("wire_encode(Tensor values, int wire, Tensor rows, int salt) -> Tensor");
   m.def("wire_decode(Tensor encoded, int wire, int dim) -> Tensor");
 }

@@ -73,6 +73,9 @@ OptimizerSpec parse_optimizer(const std::string& kind, const FloatDict& options)
     else if (name == "eps") spec.eps = value;
     else if (name == "l2") spec.l2 = value;
     else if (name == "row_bias") spec.bias_correction = value != 0.0 ? BiasCorrection::Row : BiasCorrection::Global;
+    else if (name == "step_per_moment") spec.step_per_moment = value != 0.0;
+    else if (name == "frozen") spec.is_frozen = value != 0.0;
+    else if (name == "amsgrad") spec.is_amsgrad = value != 0.0;
     else if (name == "clip_ratio") spec.clip_ratio = value;
     else if (name == "clip_zeta") spec.clip_zeta = value;
     else if (name.rfind(kUnclipped, 0) == 0) spec.unclipped.push_back(std::stoul(name.substr(kUnclipped.size())));
@@ -206,6 +209,11 @@ void RowGroup::track(int64_t table, int64_t tracker, const StringList& fields) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   const std::uint32_t t = checked_table(*state_, table);
   check(state_->tables->track(t, checked_tracker(*state_, t, tracker), fields));
+}
+
+void RowGroup::set_tracking(bool is_tracking) {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  check(state_->tables->set_tracking(is_tracking));
 }
 
 at::Tensor RowGroup::touched_rows(int64_t table, int64_t tracker) {

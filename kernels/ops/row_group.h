@@ -63,7 +63,7 @@ std::shared_ptr<GroupState> find_group(int64_t handle);
 
 class RowGroup : public torch::CustomClassHolder {
  public:
-  // `kind`: none, sgd, adam or rowwise_adagrad. `options`: beta1, beta2, eps, l2, row_bias (0 or 1), clip_ratio and
+  // `kind`: none, sgd, adam or rowwise_adagrad. `options`: beta1, beta2, eps, l2, row_bias, step_per_moment, frozen, amsgrad (0 or 1), clip_ratio and
   // clip_zeta (both or none), "unclipped:<position>" (any value) for a table that is not clipped; an unknown name is refused.
   RowGroup(const c10::intrusive_ptr<RowSourceHolder>& holder, const std::string& kind, const FloatDict& options);
   ~RowGroup() override;
@@ -78,6 +78,7 @@ class RowGroup : public torch::CustomClassHolder {
   GradientTensors take_pending();
   // The merge bookkeeping of a table, as in TableGroup; `tracker` counts from 0.
   void track(int64_t table, int64_t tracker, const StringList& fields);
+  void set_tracking(bool is_tracking);
   at::Tensor touched_rows(int64_t table, int64_t tracker);
   void clear_touched(int64_t table, int64_t tracker);
   void detach_touched(int64_t table, int64_t tracker);

@@ -38,6 +38,21 @@ def test_a_clip_without_meaning_is_refused(values: dict[str, float]) -> None:
         CowClip(**values)
 
 
+def test_states_of_adam_for_merge_rounds() -> None:
+    spec = AdamSpec(0.1, touches="count", bias_correction="row", step_per_moment=True, frozen=True, amsgrad=True, num_trackers=3)
+    fields = [field.name for field in spec.record_fields(4)]
+    assert fields == ["weight", "m", "v", "v_hat", "step", "step_v", "touches", "touches_1", "touches_2"]
+    assert spec.kernel_options() | {"step_per_moment": 1.0, "frozen": 1.0, "amsgrad": 1.0} == spec.kernel_options()
+    for message, values in (
+        ("step_per_moment needs bias_correction 'row'", {"step_per_moment": True}),
+        ("amsgrad needs frozen", {"amsgrad": True}),
+        ("num_trackers is 4, expected 1 to 3", {"num_trackers": 4, "touches": "count"}),
+        ("num_trackers is 2 while touches is 'none'", {"num_trackers": 2}),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            AdamSpec(0.1, **values)  # type: ignore[arg-type]  # values by name
+
+
 def test_kernel_options_name_every_constant() -> None:
     spec = AdamSpec(lr=0.1, l2=1e-5, clip=CowClip(1.0, 1e-4), betas=(0.8, 0.9), eps=1e-6, bias_correction="row")
     assert spec.kernel_options() == {
@@ -48,5 +63,8 @@ def test_kernel_options_name_every_constant() -> None:
         "beta2": 0.9,
         "eps": 1e-6,
         "row_bias": 1.0,
+        "step_per_moment": 0.0,
+        "frozen": 0.0,
+        "amsgrad": 0.0,
     }
     assert SgdSpec(lr=0.1).kernel_options() == {"l2": 0.0}

@@ -19,6 +19,7 @@ def register() -> None:
         ("sequence_backward", _nothing),
         ("merge_row_gradients", _merge_row_gradients),
         ("apply_row_gradients", _nothing),
+        ("row_norms", _row_norms),
         ("read_rows", _read_rows),
         ("write_rows", _nothing),
         ("prefetch_rows", _nothing),
@@ -128,6 +129,13 @@ def _merge_row_gradients(
     )
 
 
+def _row_norms(
+    group: int, unique_rows: torch.Tensor, table_offsets: torch.Tensor, counts: torch.Tensor, grads: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del group, table_offsets, counts
+    return grads.new_empty(unique_rows.numel()), grads.new_empty(unique_rows.numel())
+
+
 def _read_rows(group: int, table: int, rows: torch.Tensor, field: str, width: int, dtype: torch.dtype) -> torch.Tensor:
     del group, table, field
     return rows.new_empty(rows.numel(), width, dtype=dtype)
@@ -163,9 +171,9 @@ def _merge_reduce(
 
 
 def _merge_apply(
-    group: int, table: int, tracker: int, rows: torch.Tensor, u_real: torch.Tensor, values: Sequence[torch.Tensor], form: int
+    group: int, table: int, tracker: int, rows: torch.Tensor, u_real: torch.Tensor, values: Sequence[torch.Tensor], form: int, step: int
 ) -> int:
-    del group, table, tracker, rows, u_real, values, form
+    del group, table, tracker, rows, u_real, values, form, step
     return 0
 
 

@@ -145,10 +145,27 @@ def merge_row_gradients(parts: Sequence[RowGradients], table_dims: Sequence[int]
         return RowGradients(*torch.ops.kstep.merge_row_gradients(*columns, table_dims))
 
 
-def apply_row_gradients(group: int, gradients: RowGradients) -> None:
-    """Updates the rows from summed gradients, with the same bits as a fused backward that sums the same numbers."""
+def apply_row_gradients(group: int, gradients: RowGradients, scales: torch.Tensor | None = None) -> None:
+    """Updates the rows from summed gradients, with the same bits as a fused backward that sums the same numbers.
+
+    Args:
+        group: handle of the row group.
+        gradients: of its tables.
+        scales: `[U]` float32 factor of each row's gradient (L2 included), in place of the optimizer's own clip.
+    """
     with kernel_errors():
-        torch.ops.kstep.apply_row_gradients(group, *gradients)
+        torch.ops.kstep.apply_row_gradients(group, *gradients, scales)
+
+
+def row_norms(group: int, gradients: RowGradients) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the squared norm of each row's gradient (L2 included) and of its weights, both `[U]` float32.
+
+    A clip by norm of rows whose columns are divided over ranks adds these up over the ranks, and gives `apply_row_gradients`
+    the factors.
+    """
+    with kernel_errors():
+        grad_squares, weight_squares = torch.ops.kstep.row_norms(group, *gradients)
+    return grad_squares, weight_squares
 
 
 def read_rows(group: int, table: int, rows: torch.Tensor, field: str, width: int, dtype: torch.dtype) -> torch.Tensor:

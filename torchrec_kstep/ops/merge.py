@@ -87,14 +87,15 @@ def reduce(
     return Merged(union, u_real, dict(zip(fields, merged.unbind(0), strict=True)))
 
 
-def apply(group: RowGroup, table: int, merged: Merged, form: MergeForm = "renew", tracker: int = 0) -> int:
+def apply(group: RowGroup, table: int, merged: Merged, form: MergeForm = "renew", tracker: int = 0, step: int | None = None) -> int:
     """Writes merged rows; returns how many of them had to be read from a lower tier.
 
     base is what the row held before this replica's first update of the round, or its present value if it made none:
     `x = base + change`; moments: "renew" `s = b^u base + (1 - b^u) change`, "delta" `s = base + change`, never negative for v;
-    the row-wise step counter, with the tracker that has v: `step - c + max(1, u rounded)`. If all replicas held the same bits
-    after the round before, they do again. Counters of the rows become 0. Call `group.clear_touched` once all rows of the round
-    are applied; an update in between is refused.
+    the row-wise step counter, with the tracker that has v (with `step_per_moment` each with its moment):
+    `step - c + max(1, u rounded)`. Frozen Adam: v_hat becomes `v / (1 - b2^t)` of the merged v, with `amsgrad` the larger of
+    that and v_hat. If all replicas held the same bits after the round before, they do again. Counters of the rows become 0.
+    Call `group.clear_touched` once all rows of the round are applied; an update in between is refused.
 
     After `group.detach_touched` the round applied is the detached one, and rows may have moved since: a row that did is shifted
     by (merged - what it held at the detach), its moments by that times b to the number of updates since, which is exact for
@@ -107,10 +108,13 @@ def apply(group: RowGroup, table: int, merged: Merged, form: MergeForm = "renew"
         merged: of this table, in any number of pieces whose rows are disjoint; decoded from the same bytes on all replicas.
         form: as in `collect` and `reduce`.
         tracker: as in `collect`.
+        step: t of v_hat under global bias correction: the optimizer's step at the collect, the same on all replicas; None for
+            the step that was set last.
     """
     values = [merged.values[name] for name in group.tracked_fields(table, tracker)]
+    arguments = (group.handle, table, tracker, merged.rows, merged.u_real, values, FORM_CODES[form], step or 0)
     with kernel_errors():
-        return int(torch.ops.kstep.merge_apply(group.handle, table, tracker, merged.rows, merged.u_real, values, FORM_CODES[form]))
+        return int(torch.ops.kstep.merge_apply(*arguments))
 
 
 def encode(values: torch.Tensor, wire: Wire, rows: torch.Tensor, salt: int) -> torch.Tensor:

@@ -294,20 +294,32 @@ def merge_row_gradients(parts: Sequence[RowGradients], table_dims: Sequence[int]
     return RowGradients(torch.cat(all_rows), torch.tensor(bounds), torch.cat(all_counts), torch.cat(all_grads))
 
 
-def apply_row_gradients(group: ReferenceGroup, gradients: RowGradients) -> None:
+def apply_row_gradients(group: ReferenceGroup, gradients: RowGradients, scales: torch.Tensor | None = None) -> None:
     """See `kernels.apply_row_gradients`; the formulas are those of `torchrec_kstep.optim_spec`."""
     dims = tuple(table.dim for table in group.tables)
     for table, (rows, grads) in enumerate(gradients.per_table(dims)):
-        counts = gradients.counts[int(gradients.table_offsets[table]) : int(gradients.table_offsets[table + 1])]
+        mine = slice(int(gradients.table_offsets[table]), int(gradients.table_offsets[table + 1]))
+        counts = gradients.counts[mine]
         if "base" in group.fields[table]:
             first = rows[group.fields[table]["touches"][rows, 0] == 0]
             group.fields[table]["base"][first] = group.fields[table]["weight"][first]
         for tracker in group.trackers[table]:
             tracker.note(rows)
         fields = {name: values[rows] for name, values in group.fields[table].items()}
-        _update_fields(group, fields, grads, counts)
+        _update_fields(group, fields, grads, counts, None if scales is None else scales[mine])
         for name, values in fields.items():
             group.fields[table][name][rows] = values
+
+
+def row_norms(group: ReferenceGroup, gradients: RowGradients) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.row_norms`."""
+    grad_squares, weight_squares = [], []
+    for table, (rows, grads) in enumerate(gradients.per_table(tuple(table.dim for table in group.tables))):
+        weight = group.fields[table]["weight"][rows]
+        grads = grads + _f32(group.optimizer.l2) * weight if group.optimizer.l2 != 0 else grads
+        grad_squares.append(_lane_sum(grads * grads))
+        weight_squares.append(_lane_sum(weight * weight))
+    return torch.cat(grad_squares), torch.cat(weight_squares)
 
 
 def read_rows(group: ReferenceGroup, table: int, rows: torch.Tensor, field: str, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -383,12 +395,16 @@ def _use_gradient(group: ReferenceGroup, batch: Dedup, grads: list[torch.Tensor]
 # ---- optimizers --------------------------------------------------------------------------------------------------------
 
 
-def _update_fields(group: ReferenceGroup, fields: dict[str, torch.Tensor], grad: torch.Tensor, counts: torch.Tensor) -> None:
+def _update_fields(
+    group: ReferenceGroup, fields: dict[str, torch.Tensor], grad: torch.Tensor, counts: torch.Tensor, scales: torch.Tensor | None
+) -> None:
     """Updates the fields of some rows in place; `grad` is `[n, dim]`."""
     spec = group.optimizer
     if spec.l2 != 0:
         grad = grad + _f32(spec.l2) * fields["weight"]
-    if spec.clip is not None:
+    if scales is not None:
+        grad = scales[:, None] * grad
+    elif spec.clip is not None:
         grad = _clip_rows(spec.clip, fields["weight"], grad, counts)
     if isinstance(spec, AdamSpec):
         _adam(spec, group, fields, grad)
@@ -402,16 +418,25 @@ def _update_fields(group: ReferenceGroup, fields: dict[str, torch.Tensor], grad:
 
 def _adam(spec: AdamSpec, group: ReferenceGroup, fields: dict[str, torch.Tensor], grad: torch.Tensor) -> None:
     beta1, beta2 = spec.betas
+    steps = steps_of_v = [group.step] * grad.shape[0]
     if spec.bias_correction == "row":
-        fields["step"] += 1
-        steps = [int(step) for step in fields["step"][:, 0]]
-    else:
-        steps = [group.step] * grad.shape[0]
-    bias1 = torch.tensor([1.0 / (1.0 - beta1**step) for step in steps], dtype=torch.float32)[:, None]
-    bias2 = torch.tensor([1.0 / (1.0 - beta2**step) for step in steps], dtype=torch.float32)[:, None]
+        for name in ("step", "step_v")[: 2 if spec.step_per_moment else 1]:
+            fields[name] += 1
+        steps = steps_of_v = fields["step"][:, 0].tolist()
+    if spec.step_per_moment:
+        steps_of_v = fields["step_v"][:, 0].tolist()
+    bias1, bias2 = inverse_bias(beta1, steps), inverse_bias(beta2, steps_of_v)
     fields["m"] = _f32(beta1) * fields["m"] + _f32(1.0 - beta1) * grad
     fields["v"] = _f32(beta2) * fields["v"] + (_f32(1.0 - beta2) * grad) * grad
-    fields["weight"] -= (_f32(group.lr) * bias1 * fields["m"]) / (_sqrt(fields["v"] * bias2) + _f32(spec.eps))
+    corrected = fields["v"] * bias2
+    if spec.frozen:
+        corrected = torch.where(corrected > fields["v_hat"], corrected, fields["v_hat"])
+    fields["weight"] -= (_f32(group.lr) * bias1 * fields["m"]) / (_sqrt(corrected) + _f32(spec.eps))
+
+
+def inverse_bias(beta: float, steps: Sequence[int]) -> torch.Tensor:
+    """1 / (1 - beta^step) for each row, `[n, 1]`."""
+    return torch.tensor([1.0 / (1.0 - beta**step) for step in steps], dtype=torch.float32)[:, None]
 
 
 def _clip_rows(clip: CowClip, weight: torch.Tensor, grad: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

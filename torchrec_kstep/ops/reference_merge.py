@@ -10,7 +10,7 @@ import torch
 
 from torchrec_kstep.errors import DataError
 from torchrec_kstep.ops.batch import Contributions, Merged, MergeForm, MergePolicy, Wire
-from torchrec_kstep.ops.reference import ReferenceGroup, ReferenceRound
+from torchrec_kstep.ops.reference import ReferenceGroup, ReferenceRound, inverse_bias
 from torchrec_kstep.optim_spec import AdamSpec, OptimizerSpec
 
 _WORD = 0xFFFFFFFF
@@ -71,7 +71,7 @@ def reduce(
     return Merged(union, u_real.to(torch.float32), merged)
 
 
-def apply(group: ReferenceGroup, table: int, merged: Merged, form: MergeForm = "renew", tracker: int = 0) -> int:
+def apply(group: ReferenceGroup, table: int, merged: Merged, form: MergeForm = "renew", tracker: int = 0, step: int | None = None) -> int:
     """See `merge.apply`; a table in memory reads no rows from anywhere."""
     state = group.trackers[table][tracker]
     fields, rows = group.fields[table], merged.rows.to(torch.int64)
@@ -82,6 +82,7 @@ def apply(group: ReferenceGroup, table: int, merged: Merged, form: MergeForm = "
     round_start = running if detached is None else detached
     touched = round_start.is_touched[rows]
     counts = torch.where(touched, counts_now if detached is None else detached.counts[rows], 0)
+    merged_v = None
     for name in state.tracked:
         present = fields[name][rows]
         collected = present if detached is None else _where(moved, running, name, rows, present)
@@ -96,9 +97,18 @@ def apply(group: ReferenceGroup, table: int, merged: Merged, form: MergeForm = "
                 running.bases[name][rows[moved]] = target[moved]
         else:
             fields[name][rows] = target
+        merged_v = target if name == "v" else merged_v
     for name in step_fields(group.optimizer, state.tracked):
         steps = torch.round(merged.u_real).clamp(min=1).to(torch.int32)
         fields[name][rows, 0] += steps - counts
+    if merged_v is not None and isinstance(group.optimizer, AdamSpec) and group.optimizer.frozen:
+        steps_of_v = [max(group.step, 1) if step is None else step] * rows.numel()
+        if group.optimizer.bias_correction == "row":
+            later = torch.zeros_like(counts_now) if detached is None else counts_now
+            steps_of_v = (fields["step_v" if group.optimizer.step_per_moment else "step"][rows, 0] - later).tolist()
+        corrected = merged_v * inverse_bias(group.optimizer.betas[1], steps_of_v)
+        before = fields["v_hat"][rows]
+        fields["v_hat"][rows] = torch.where(before > corrected, before, corrected) if group.optimizer.amsgrad else corrected
     if detached is None:
         fields[state.counter][rows] = 0
     return 0
@@ -135,9 +145,15 @@ def decode(encoded: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
 
 
 def step_fields(optimizer: OptimizerSpec, tracked: Sequence[str]) -> tuple[str, ...]:
-    """Row-wise bias counters that move with the tracked fields: `step` goes with v, whose correction is the longer-lived one."""
-    is_row = isinstance(optimizer, AdamSpec) and optimizer.bias_correction == "row"
-    return ("step",) if is_row and "v" in tracked else ()
+    """Counters of row-wise bias correction that move with the tracked fields.
+
+    One counter for both moments moves with v, whose correction lasts longer; with `step_per_moment` each moves with its moment.
+    """
+    if not isinstance(optimizer, AdamSpec) or optimizer.bias_correction != "row":
+        return ()
+    if not optimizer.step_per_moment:
+        return ("step",) if "v" in tracked else ()
+    return tuple(name for name, moment in (("step", "m"), ("step_v", "v")) if moment in tracked)
 
 
 # ---- one field ---------------------------------------------------------------------------------------------------------

@@ -141,9 +141,13 @@ class RowGroup:
         """Returns the pending gradients, summed in the order of their backwards, and forgets them."""
         return RowGradients(*self._native.take_pending())
 
-    def apply(self, gradients: RowGradients) -> None:
-        """Updates rows from summed gradients."""
-        kernels.apply_row_gradients(self.handle, gradients)
+    def apply(self, gradients: RowGradients, scales: torch.Tensor | None = None) -> None:
+        """Updates rows from summed gradients; `scales` (`[U]` float32) in place of the optimizer's clip."""
+        kernels.apply_row_gradients(self.handle, gradients, scales)
+
+    def row_norms(self, gradients: RowGradients) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the squared norms of gradients and weights per row, `kernels.row_norms`."""
+        return kernels.row_norms(self.handle, gradients)
 
     def field(self, table: int, name: str) -> RecordField:
         """Returns the record field `name` of a table.
@@ -185,6 +189,17 @@ class RowGroup:
             with kernel_errors():
                 self._native.track(table, tracker, list(fields))
             self._tracked[table, tracker] = tuple(fields)
+
+    def set_tracking(self, is_tracking: bool) -> None:
+        """Chooses whether updates count touches, as they do at first.
+
+        Replicas that exchange their gradients in every step stay equal and need no counts; switch off to save clearing them.
+
+        Raises:
+            DataError: rows are touched while tracking shall stop: end their merge round first.
+        """
+        with kernel_errors():
+            self._native.set_tracking(is_tracking)
 
     def tracked_fields(self, table: int, tracker: int = 0) -> tuple[str, ...]:
         """Returns the fields of which `track` keeps bases; empty if it was not called."""

@@ -92,4 +92,14 @@ def optimizers(draw: st.DrawFn) -> OptimizerSpec:
     if kind == "adagrad":
         return RowwiseAdagradSpec(lr, l2, clip, touches)
     betas = draw(st.sampled_from(((0.9, 0.999), (0.0, 0.5))))
-    return AdamSpec(lr, l2, clip, touches, betas, bias_correction="row" if kind == "adam_row" else "global")
+    is_row = kind == "adam_row"
+    return AdamSpec(
+        lr,
+        l2,
+        clip,
+        touches,
+        betas,
+        bias_correction="row" if is_row else "global",
+        step_per_moment=is_row and draw(st.booleans()),
+        frozen=draw(st.booleans()),
+    )

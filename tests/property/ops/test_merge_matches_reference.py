@@ -17,7 +17,7 @@ from torchrec_kstep.ops import merge, reference, reference_merge
 from torchrec_kstep.ops.batch import Contributions, Merged, MergeForm, MergePolicy, RowGradients, TableSpec, Wire
 from torchrec_kstep.ops.reference import ReferenceGroup
 from torchrec_kstep.ops.row_group import RowGroup
-from torchrec_kstep.optim_spec import AdamSpec
+from torchrec_kstep.optim_spec import AdamSpec, BiasCorrection
 
 FORMS: tuple[MergeForm, ...] = ("renew", "delta")
 POLICIES: tuple[MergePolicy, ...] = ("union", "touched", "mean")
@@ -51,11 +51,21 @@ class Replica:
 
 
 @st.composite
-def replicas(draw: st.DrawFn) -> list[Replica]:
+def replicas(draw: st.DrawFn, fields: tuple[str, ...] = ()) -> list[Replica]:
     table = TableSpec("t", NUM_ROWS, draw(st.sampled_from(DIMS)), 3, 5, "uniform", -0.5, 0.5)
     betas = draw(st.sampled_from(((0.9, 0.999), (0.0, 0.5))))
-    optimizer = AdamSpec(0.1, touches="count", betas=betas, bias_correction=draw(st.sampled_from(("row", "global"))))
-    fields = draw(st.sampled_from((("weight",), ("weight", "m", "v"), ("v", "weight"), ("m",))))
+    is_row, frozen = draw(st.booleans()), draw(st.booleans())
+    optimizer = AdamSpec(
+        0.1,
+        touches="count",
+        betas=betas,
+        bias_correction="row" if is_row else "global",
+        step_per_moment=is_row and draw(st.booleans()),
+        frozen=frozen,
+        amsgrad=frozen and draw(st.booleans()),
+        num_trackers=2,
+    )
+    fields = fields or draw(st.sampled_from((("weight",), ("weight", "m", "v"), ("v", "weight"), ("m",))))
     made = []
     for _ in range(draw(st.integers(1, 3))):
         made.append(
@@ -81,17 +91,18 @@ def make_steps(data: st.DataObject, all_replicas: list[Replica], num_steps: int)
             replica.touch(rows, seed)
 
 
-def collect_all(all_replicas: list[Replica], form: MergeForm) -> list[Contributions]:
+def collect_all(all_replicas: list[Replica], form: MergeForm, tracker: int = 0) -> list[Contributions]:
     contributions = []
     for replica in all_replicas:
-        rows = replica.group.touched_rows(0)
-        actual, expected = merge.collect(replica.group, 0, rows, form), reference_merge.collect(replica.expected, 0, rows, form)
+        rows = replica.group.touched_rows(0, tracker)
+        actual = merge.collect(replica.group, 0, rows, form, tracker)
+        expected = reference_merge.collect(replica.expected, 0, rows, form, tracker)
         assert torch.equal(actual.counts, expected.counts)
         for name, values in expected.values.items():
             assert torch.equal(actual.values[name], values), name
             assert name != "v" or form == "delta" or not bool((values < 0).any())
         some = rows[::2].contiguous()
-        assert torch.equal(merge.collect(replica.group, 0, some, form).counts, actual.counts[::2])
+        assert torch.equal(merge.collect(replica.group, 0, some, form, tracker).counts, actual.counts[::2])
         contributions.append(actual)
     return contributions
 
@@ -110,16 +121,16 @@ def reduce_all(
     return actual
 
 
-def apply_all(all_replicas: list[Replica], merged: Merged, form: MergeForm, num_pieces: int) -> None:
+def apply_all(all_replicas: list[Replica], merged: Merged, form: MergeForm, num_pieces: int, tracker: int = 0) -> None:
     for replica in all_replicas:
         for piece in range(num_pieces):
             mine = slice(piece, None, num_pieces)
             values = {name: value[mine].contiguous() for name, value in merged.values.items()}
             part = Merged(merged.rows[mine].contiguous(), merged.u_real[mine].contiguous(), values)
-            assert merge.apply(replica.group, 0, part, form) == 0
-            reference_merge.apply(replica.expected, 0, part, form)
-        replica.group.clear_touched(0)
-        replica.expected.clear_touched(0)
+            assert merge.apply(replica.group, 0, part, form, tracker) == 0
+            reference_merge.apply(replica.expected, 0, part, form, tracker)
+        replica.group.clear_touched(0, tracker)
+        replica.expected.clear_touched(0, tracker)
         replica.assert_same()
         if "v" in replica.expected.fields[0]:
             assert not bool((replica.expected.fields[0]["v"] < 0).any())
@@ -127,7 +138,10 @@ def apply_all(all_replicas: list[Replica], merged: Merged, form: MergeForm, num_
 
 def assert_all_alike(all_replicas: list[Replica]) -> None:
     first = all_replicas[0].group
-    names = [*first.tracked_fields(0), *reference_merge.step_fields(all_replicas[0].expected.optimizer, first.tracked_fields(0)), "touches"]
+    tracked = [name for tracker in range(2) for name in first.tracked_fields(0, tracker)]
+    names = [*tracked, *reference_merge.step_fields(all_replicas[0].expected.optimizer, tracked), "touches"]
+    if "v" in tracked and "v_hat" in all_replicas[0].expected.fields[0]:
+        names.append("v_hat")
     for replica in all_replicas[1:]:
         for name in names:
             rows = torch.arange(NUM_ROWS)
@@ -181,6 +195,23 @@ def test_rounds_that_training_does_not_wait_for(data: st.DataObject, form: Merge
     rows = [replica.group.touched_rows(0) for replica in all_replicas]
     merged = reduce_all(rows, collect_all(all_replicas, form), form, policy, 3, torch.int64)
     apply_all(all_replicas, merged, form, 1)
+    assert_all_alike(all_replicas)
+
+
+@given(data=st.data(), form=st.sampled_from(FORMS), policy=st.sampled_from(POLICIES))
+@settings(max_examples=40)
+def test_moments_in_a_period_of_their_own(data: st.DataObject, form: MergeForm, policy: MergePolicy) -> None:
+    """Weights in each of three rounds, moments in the second and third only: their tracker counts over both intervals."""
+    all_replicas = data.draw(replicas(fields=("weight",)))
+    for replica in all_replicas:
+        replica.group.track(1, ("m", "v"))
+        replica.expected.track(1, ("m", "v"))
+    for due in ((0,), (0, 1), (0, 1)):
+        make_steps(data, all_replicas, 2)
+        for tracker in due:
+            rows = [replica.group.touched_rows(0, tracker) for replica in all_replicas]
+            merged = reduce_all(rows, collect_all(all_replicas, form, tracker), form, policy, 4, torch.int64)
+            apply_all(all_replicas, merged, form, 1, tracker)
     assert_all_alike(all_replicas)
 
 
@@ -306,6 +337,52 @@ def test_a_row_that_no_replica_kept_a_base_of_starts_from_its_initial_values() -
     assert torch.equal(receiver.group.read(0, torch.tensor([7])), start + 1)
     torch.testing.assert_close(receiver.group.read(0, torch.tensor([7]), "m"), torch.full((1, 3), 1 - 0.9**2))
     assert receiver.group.read(0, torch.tensor([7]), "step").item() == 2
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("bias", ["global", "row"])
+def test_frozen_adam_by_hand(bias: BiasCorrection, amsgrad: bool) -> None:
+    """Two steps of gradient 1, a merge, a step of gradient 0.1: the denominator is that of the merge, not of the small gradient."""
+    optimizer = AdamSpec(1.0, touches="count", bias_correction=bias, frozen=True, amsgrad=amsgrad)
+    group = RowGroup.in_dram([TableSpec("t", 9, 1)], optimizer)
+    group.track(0, ("weight", "m", "v"))
+    row = torch.tensor([4])
+
+    def update(step: int, grad: float) -> None:
+        group.set_step(1.0, step)
+        group.apply(RowGradients(row, torch.tensor([0, 1]), torch.ones(1, dtype=torch.int32), torch.tensor([grad])))
+
+    def merged(step: int) -> float:
+        sent = merge.collect(group, 0, row)
+        merge.apply(group, 0, merge.reduce([row], [sent.counts], [sent.values], "renew", "union", 2, 1), step=step)
+        group.clear_touched(0)
+        return float(group.read(0, row, "v_hat"))
+
+    update(1, 1.0)
+    update(2, 1.0)
+    assert group.read(0, row, "v_hat").item() == 0
+    assert merged(2) == pytest.approx(1.0, rel=1e-4)
+    before = float(group.read(0, row))
+    update(3, 0.1)
+    m_hat = (0.9 * (1 - 0.9**2) + 0.01) / (1 - 0.9**3)
+    assert before - float(group.read(0, row)) == pytest.approx(m_hat, rel=1e-4), "divided by sqrt(max(1, 0.67))"
+    expected = 1.0 if amsgrad else (0.999 * (1 - 0.999**2) + 0.001 * 0.01) / (1 - 0.999**3)
+    assert merged(3) == pytest.approx(expected, rel=1e-3)
+
+
+def test_without_tracking_an_update_counts_no_touch() -> None:
+    replica, tracked = one_row(0), one_row(2)
+    replica.group.set_tracking(False)
+    for seed in range(2):
+        replica.touch(torch.tensor([4]), seed)
+    assert replica.group.touched_rows(0).tolist() == []
+    assert not replica.group.read(0, torch.tensor([4]), "touches").any()
+    assert torch.equal(replica.group.read(0, torch.tensor([4])), tracked.group.read(0, torch.tensor([4])))
+    replica.group.set_tracking(True)
+    replica.touch(torch.tensor([5]), 3)
+    assert replica.group.touched_rows(0).tolist() == [5]
+    with pytest.raises(DataError, match="end the merge round"):
+        replica.group.set_tracking(False)
 
 
 def test_what_a_merge_cannot_do_is_refused() -> None:

@@ -161,8 +161,12 @@ def test_merged_gradients(data: st.DataObject, num_parts: int) -> None:
         assert torch.equal(getattr(merged, name), getattr(expected, name)), name
     compiled_merge = kernels.merge_row_gradients(expected_group.pending, group.table_dims)
     assert all(torch.equal(a, b) for a, b in zip(compiled_merge, expected, strict=True))
-    group.apply(merged)
-    reference.apply_row_gradients(expected_group, expected)
+    norms, expected_norms = group.row_norms(merged), reference.row_norms(expected_group, expected)
+    assert all(torch.equal(a, b) for a, b in zip(norms, expected_norms, strict=True))
+    num_rows = merged.counts.numel()
+    scales = torch.rand(num_rows, generator=torch.Generator().manual_seed(num_rows)) if data.draw(st.booleans()) else None
+    group.apply(merged, scales)
+    reference.apply_row_gradients(expected_group, expected, scales)
     assert group.num_pending == 0
     assert_same_rows(group, expected_group)
 

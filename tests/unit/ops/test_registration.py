@@ -20,6 +20,7 @@ OPS = (
     "sequence_backward",
     "merge_row_gradients",
     "apply_row_gradients",
+    "row_norms",
     "read_rows",
     "write_rows",
     "prefetch_rows",
@@ -93,7 +94,9 @@ def test_gradients_and_fields(group: RowGroup) -> None:
     rows, offsets, counts = torch.tensor([1, 5, 2]), torch.tensor([0, 2, 3]), torch.ones(3, dtype=torch.int32)
     part = (rows, offsets, counts, torch.rand(12))
     check("merge_row_gradients", *[[column, column] for column in part], [4, 4])
-    check("apply_row_gradients", group.handle, *part)
+    check("apply_row_gradients", group.handle, *part, None)
+    check("apply_row_gradients", group.handle, *part, torch.rand(3))
+    check("row_norms", group.handle, *part)
     check("read_rows", group.handle, 0, rows[:2], "m", 4, torch.float32)
     check("write_rows", group.handle, 0, rows[:2], "weight", torch.rand(2, 4))
     check("prefetch_rows", group.handle, rows, offsets)
@@ -111,7 +114,7 @@ def test_merge_rounds() -> None:
     sent = merge.collect(group, 0, rows)
     values = list(sent.values.values())
     check("merge_reduce", [rows, rows], [sent.counts, sent.counts], [*values, *values], [False, True, True], 0, 20, 2)
-    check("merge_apply", group.handle, 0, 0, rows, sent.counts.to(torch.float32), values, 0)
+    check("merge_apply", group.handle, 0, 0, rows, sent.counts.to(torch.float32), values, 0, 3)
     for wire in (1, 2):
         check("wire_encode", values[0], wire, rows, -7)
         check("wire_decode", torch.ops.kstep.wire_encode(values[0], wire, rows, -7), wire, 4)

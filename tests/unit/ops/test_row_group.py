@@ -12,7 +12,7 @@ import torch
 
 from torchrec_kstep.errors import DataError
 from torchrec_kstep.ops import kernels, reference
-from torchrec_kstep.ops.batch import TableSpec
+from torchrec_kstep.ops.batch import RowGradients, TableSpec
 from torchrec_kstep.ops.row_group import DramLayout, RowGroup
 from torchrec_kstep.optim_spec import AdamSpec, CowClip, RowwiseAdagradSpec, SgdSpec
 
@@ -274,6 +274,33 @@ def test_exempt_tables_are_not_clipped_and_clipped_rows_are_counted() -> None:
     assert (counters["a"]["updated_rows"], counters["a"]["clipped_rows"]) == (2, 2)
     assert "clipped_rows" not in counters["wide_a"]
     assert "clipped_rows" not in counters["b"]
+
+
+def test_a_clip_over_column_shards_equals_the_clip_of_whole_rows() -> None:
+    """Norms of the parts add up to those of the row; the factors made of them replace the clip of each part."""
+    clip, lr, dim = CowClip(zeta=1e-2), 0.5, 24
+    whole_table = TableSpec("t", 9, dim, 3, 5, "uniform", -0.02, 0.02)
+    parts = [whole_table._replace(dim=16), whole_table._replace(dim=8, first_column=16)]
+    rows, sizes = torch.tensor([1, 4, 7]), torch.tensor([[1e-3], [1.0], [9.0]])
+    grads = torch.randn(3, dim, generator=torch.Generator().manual_seed(1)) * sizes
+    counts, bounds = torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([0, 3])
+    whole = RowGroup.in_dram([whole_table], SgdSpec(lr, l2=0.1, clip=clip))
+    whole.set_step(lr, 1)
+    whole.apply(RowGradients(rows, bounds, counts, grads.flatten()))
+
+    groups = [RowGroup.in_dram([part], SgdSpec(lr, l2=0.1, clip=clip)) for part in parts]
+    gradients = [RowGradients(rows, bounds, counts, piece.flatten()) for piece in grads.split([16, 8], dim=1)]
+    norms = [group.row_norms(part) for group, part in zip(groups, gradients, strict=True)]
+    grad_norm, weight_norm = ((norms[0][i] + norms[1][i]).sqrt() for i in range(2))
+    limit = clip.ratio * counts * weight_norm.clamp(min=clip.ratio * dim**0.5 * clip.zeta)
+    scales = (limit / grad_norm).clamp(max=1.0)
+    assert scales[0] == 1
+    assert bool((scales[1:] < 1).all())
+    for group, part in zip(groups, gradients, strict=True):
+        group.set_step(lr, 1)
+        group.apply(part, scales)
+    found = torch.cat([group.read(0, torch.arange(9)) for group in groups], dim=1)
+    torch.testing.assert_close(found, whole.read(0, torch.arange(9)), rtol=1e-6, atol=1e-8)
 
 
 def test_touched_rows_remember_their_base_until_cleared() -> None:
