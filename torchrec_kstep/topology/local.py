@@ -53,7 +53,7 @@ def _numa_nodes(system: Path) -> list[NumaNode]:
     """NUMA nodes with memory; one, from /proc, where sysfs shows none."""
     found: list[NumaNode] = []
     for folder in sorted(system.glob("devices/system/node/node[0-9]*"), key=lambda path: int(path.name[4:])):
-        memory_bytes, num_cores = _memory_of(folder / "meminfo"), _count_of(folder / "cpulist")
+        memory_bytes, num_cores = _memory_of(folder / "meminfo"), len(_numbers_in(folder / "cpulist"))
         if memory_bytes and num_cores:
             found.append(_numa_node(f"numa{folder.name[4:]}", memory_bytes, num_cores))
     if found:
@@ -73,13 +73,18 @@ def _memory_of(file: Path) -> int:
     return 0
 
 
-def _count_of(file: Path) -> int:
-    """Length of a list such as `0-3,8-11`."""
-    count = 0
+def cores_of(numa_node: str, system: Path = Path("/sys")) -> list[int]:
+    """Returns the cores of a NUMA node such as `numa0`; none where sysfs does not tell."""
+    return _numbers_in(system / "devices" / "system" / "node" / f"node{numa_node.removeprefix('numa')}" / "cpulist")
+
+
+def _numbers_in(file: Path) -> list[int]:
+    """Reads a list such as `0-3,8-11`."""
+    numbers: list[int] = []
     for part in filter(None, _read(file).strip().split(",")):
         low, _, high = part.partition("-")
-        count += int(high or low) - int(low) + 1
-    return count
+        numbers += range(int(low), int(high or low) + 1)
+    return numbers
 
 
 def _nics(system: Path, assumed: list[str]) -> tuple[list[Nic], dict[str, str]]:
