@@ -31,8 +31,7 @@ from torchrec_kstep.optim import LrSchedule, build_optimizer
 from torchrec_kstep.optim.accumulate import AccumulatingOptimizer
 from torchrec_kstep.optim.build_kstep import build_kstep_adam
 from torchrec_kstep.optim.scaling import describe, scale_optim, warnings
-from torchrec_kstep.planner import format_plan, make_plan
-from torchrec_kstep.planner.plan import find_tables
+from torchrec_kstep.planner import find_tables, format_plan, make_plan
 from torchrec_kstep.replicas import KStepEnv, ReplicaLayout
 from torchrec_kstep.report import REPORT_NAME, write_facts, write_report
 from torchrec_kstep.runtime import Job, bound_waits, choose_device, cleaned_up, open_run_dir, run
@@ -108,7 +107,8 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
     env = replicas_of(config.kstep, world)
     tiers = tiers_in(run_dir, config.tiers, world)
     kstep = None if env is None else config.kstep
-    sharders = build_sharders(config.planner, config.optim, tiers, config.train.accumulation, world, kstep)
+    num_replicas = 1 if env is None else env.num_replicas
+    sharders = build_sharders(config.planner, config.optim, tiers, config.train.accumulation, world, kstep, num_replicas)
     process_group = dist.GroupMember.WORLD
     assert process_group is not None
     sharing = world if env is None else env.replica_world

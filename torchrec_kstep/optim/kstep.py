@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
 
@@ -23,14 +22,13 @@ from torchrec_kstep.merge_spec import RECIPES, MergeSpec, RecipeName, mixture_wa
 from torchrec_kstep.optim.build import mark_tables, split_parameters
 from torchrec_kstep.optim.frozen import FrozenAdam
 from torchrec_kstep.optim.keyed import TorchOptimizer, torch_optimizer
+from torchrec_kstep.optim.kstep_model import buffers_of, check_settings, check_tables, counts_touches, plan_of
 from torchrec_kstep.optim.period import Period, few_rounds_warning
 from torchrec_kstep.optim.rounds import RoundTotals
 from torchrec_kstep.optim_spec import AdamSpec
 from torchrec_kstep.replicas import KStepEnv, plan_digest
-from torchrec_kstep.sharding.tiered.kernel import TieredKernel
 from torchrec_kstep.sharding.tiered.state import kernels_of_model
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
-from torchrec_kstep.torchrec_seam.sharding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
 Variant = Literal["local", "frozen"]
 STATE_KEY = "kstep"
@@ -100,14 +98,14 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         own_factor = 1.0 if merge is not None else RECIPES[recipe].lr_factor(env.num_replicas)
         self._lr_factor = own_factor if lr_factor is None or env.num_replicas == 1 else lr_factor
         self._kernels = kernels_of_model(dmp)
-        if variant not in ("local", "frozen"):
-            raise ConfigError(f"KStepAdam: variant is {variant!r}, expected 'local' or 'frozen'")
+        check_settings(variant, self.spec, self.period)
         self._dense_adam: FrozenAdam | None = None
         optimizer = self._make_optimizer(dmp, lr, betas, eps, weight_decay, clip_norm, variant, is_amsgrad)
         super().__init__(optimizer)
         self.num_steps = 0
         self.num_rounds = 0
         self._rows: RowMerger | None = None
+        self._is_tracking = True  # as row groups begin
         self._rows_key = f"rows_{env.layout.position}"  # ranks at different positions hold different tables
         self.totals = RoundTotals()
         self._num_unmerged_steps = 0
@@ -142,9 +140,7 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         with self._scaled_rates():
             self._optimizer.step(closure)
         self.num_steps += 1
-        if is_synchronous:
-            self._forget_touches()
-        elif self.env.num_replicas > 1:
+        if self.env.num_replicas > 1 and not is_synchronous:
             self._after_local_step()
         self._set_mode()
 
@@ -193,9 +189,10 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         self.num_steps, self.num_rounds = int(own["num_steps"]), int(own["num_rounds"])
         self._num_unmerged_steps, self._is_equal = 0, True
         if self.env.num_replicas > 1:
-            self._forget_touches()
             self._dense.restart()
-            if self._rows is not None and self._rows_key in own:
+        if self._rows is not None:
+            self._rows.reset()
+            if self._rows_key in own:
                 self._rows.load_state_dict(json.loads(own[self._rows_key]))
         self._set_mode()
 
@@ -243,8 +240,8 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         """Checks tables and agreement, warns of what is known to lose, and starts replicas alike. Collective."""
         env = self.env
         merges_rows = self.period.largest > 1
-        _check_tables(dmp, self._kernels, merges_rows)
-        plan = _plan_of(dmp)
+        check_tables(dmp, self._kernels, merges_rows)
+        plan = plan_of(dmp)
         self._plan_digest = plan_digest(plan, env.layout.sharding_ranks(env.replica)[0])
         shapes = {name: list(param.shape) for name, param in self._dense_params.items()}
         env.check_same(
@@ -270,7 +267,7 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             for name, param in self._dense_params.items()
         }
         self._agreement = env.round_agreement()
-        self._dense = DenseMerger(env, self.spec, states, _buffers(dmp), betas, summed_buffers)
+        self._dense = DenseMerger(env, self.spec, states, buffers_of(dmp), betas, summed_buffers)
         groups = [kernel.group for kernel in self._kernels]
         self._gradients = GradientExchange(groups, env.merge_group)
         self._gradient_mean = ReplicaMean(env)
@@ -279,10 +276,14 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             self._rows = RowMerger(groups, self.spec, ProcessGroupTransport(env.row_group, env.timeout_s), num_shard_rows)
 
     def _set_mode(self) -> None:
-        """Has tables keep gradients for the next step, or update rows in backward."""
+        """Has tables keep gradients for the next step, or update rows in backward; counts touches where they will be merged."""
         is_synchronous = self.is_synchronous
+        is_tracking = self._rows is not None and not is_synchronous
         for kernel in self._kernels:
             kernel.group.set_deferred(is_synchronous or kernel.fused_optimizer.is_deferred)
+            if is_tracking is not self._is_tracking and counts_touches(kernel.group):
+                kernel.group.set_tracking(is_tracking)
+        self._is_tracking = is_tracking
 
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:
@@ -352,8 +353,14 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             drift = self._dense.merge(collected, self.num_rounds)
             self.totals.add_dense(drift, perf_counter() - begin_s, self._dense.num_bytes_sent)
         if self._rows is not None:
+            for kernel in self._kernels:
+                kernel.fused_optimizer.hand_over(self.num_steps)  # by which the bias of v_hat is corrected
             with self._naming("rows"):
                 self.totals.add_rows(self._rows.merge(self.num_rounds, self._num_unmerged_steps, is_full=is_full))
+            for kernel in self._kernels:
+                kernel.fused_optimizer.hand_over()
+        if SECOND in collected.states and self._dense_adam is not None:
+            self._dense_adam.freeze()
         self._end_round(is_equal=is_full or self._moves_all())
 
     def _begin(self) -> None:
@@ -379,28 +386,16 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             with self._naming("rows"):
                 self.totals.add_rows(self._rows.finish(self._num_steps_pending))
         self._is_pending = False
-        self._freeze()
 
     def _end_round(self, is_equal: bool) -> None:
         self.num_rounds += 1
         self._num_unmerged_steps = 0
         self._is_equal = is_equal
-        if not self._is_pending:
-            self._freeze()
-
-    def _freeze(self) -> None:
-        if self._dense_adam is not None:
-            self._dense_adam.freeze()
 
     def _moves_all(self) -> bool:
         """Whether every round makes all states equal."""
         spec = self.spec
         return spec.m_period_rounds == spec.v_period_rounds == 1 and (self._rows is None or spec.row_states == "all")
-
-    def _forget_touches(self) -> None:
-        """After a synchronous step, or after loading: rows are equal, so what was touched needs no merging."""
-        if self._rows is not None:
-            self._rows.reset()
 
     def _agree(self, what: str, ill: str) -> None:
         facts = {
@@ -426,47 +421,3 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
                 f"rank {env.world.rank} (replica {env.replica}) lost another rank in round {self.num_rounds} after step {self.num_steps}, "
                 f"exchanging {phase}: {error}"
             ) from error
-
-
-def _check_tables(dmp: DistributedModelParallel, kernels: Sequence[TieredKernel], merges_rows: bool) -> None:
-    """Refuses tables that cannot be merged; lists every finding."""
-    findings = []
-    for path, module in dmp.module.named_modules():
-        if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-            continue
-        for table, sharding in module.module_sharding_plan.items():
-            if sharding.compute_kernel != CUSTOMIZED_KERNEL:
-                findings.append(
-                    f"table {table!r} of {path!r} has the kernel {sharding.compute_kernel!r}, whose touched rows and states are not ours "
-                    f'to merge: give it compute_kernel="{CUSTOMIZED_KERNEL}" (planner.kernel=tiered)'
-                )
-    for kernel in kernels:
-        spec = kernel.group.optimizer
-        names = ", ".join(table.name for table in kernel.group.tables[:3])
-        if not isinstance(spec, AdamSpec):
-            findings.append(f"tables {names} are stepped by {type(spec).__name__}: replicas are merged by the rules of Adam; give AdamSpec")
-        elif merges_rows and spec.touches == "none":
-            findings.append(f'tables {names} do not count touches: give their sharder AdamSpec(..., touches="count")')
-    if findings:
-        raise ConfigError("KStepAdam with several replicas:\n  " + "\n  ".join(findings))
-
-
-def _plan_of(dmp: DistributedModelParallel) -> ShardingPlan:
-    """Returns the plan by which the tables of a model are sharded."""
-    return ShardingPlan(
-        {
-            path: module.module_sharding_plan
-            for path, module in dmp.module.named_modules()
-            if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
-        }
-    )
-
-
-def _buffers(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    """Returns the buffers outside of sharded collections."""
-    prefixes = tuple(
-        f"{path}."
-        for path, module in dmp.module.named_modules()
-        if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
-    )
-    return {name: buffer for name, buffer in dmp.module.named_buffers() if not name.startswith(prefixes)}

@@ -44,6 +44,12 @@ class Period:
         return stages + (f", after {self._num_warmup_steps} steps of 1" if self._num_warmup_steps else "")
 
     @property
+    def returns_to_one(self) -> bool:
+        """Whether synchronous steps follow local ones."""
+        ks = [k for _, k in self._stages]
+        return any(k == 1 and max(ks[:index], default=1) > 1 for index, k in enumerate(ks))
+
+    @property
     def largest(self) -> int:
         """The largest k."""
         return max(k for _, k in self._stages)

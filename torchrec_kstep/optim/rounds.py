@@ -43,10 +43,10 @@ class RoundTotals:
     def take(self, step: int) -> dict[str, float]:
         """Returns means per round and bytes per step; empty if nothing was exchanged. Starts anew."""
         sums, num_dense, num_rows = self._sums, self._num_dense_rounds, self._num_row_rounds
+        if not sums:
+            return {}  # the steps count in the next report
         num_steps = max(step - self._first_step, 1)
         self._sums, self._num_dense_rounds, self._num_row_rounds, self._first_step = {}, 0, 0, step
-        if not sums:
-            return {}
         gradient_bytes = sums.pop("gradient_sent_bytes", 0.0)
         sent_bytes = gradient_bytes + sums.get("rows_sent_bytes", 0.0) + sums.get("dense_sent_bytes", 0.0)
         values = {"rounds": float(num_dense), "sent_bytes_per_step": sent_bytes / num_steps}

@@ -67,6 +67,7 @@ def build_sharders(
     accumulation: int = 1,
     world: World | None = None,
     kstep: KStepConfig | None = None,
+    num_replicas: int = 1,
 ) -> list[ModuleSharder[nn.Module]]:
     """Makes the sharders for the chosen kernel and, where that updates rows itself, the optimizer inside it. Not collective.
 
@@ -77,7 +78,8 @@ def build_sharders(
         accumulation: micro-batches per step; above 1, or where the norm of their gradients is to be bounded, tiered tables are
             updated in `step` instead of inside backward.
         world: this rank's position, which tells its part of the tiers; by default torchrun's.
-        kstep: how replicas are merged, for which rows remember what touched them; None without replicas.
+        kstep: how replicas are merged; None without replicas.
+        num_replicas: with several, rows count what touched them since the last round.
 
     Raises:
         ConfigError: lists every unsupported combination.
@@ -87,7 +89,7 @@ def build_sharders(
         is_deferred = accumulation > 1 or clips_tables(optim)
         return [
             TieredEmbeddingBagCollectionSharder(
-                row_optimizer(optim, kstep), tier_config(tiers or TiersConfig()), world=world, deferred=is_deferred
+                row_optimizer(optim, kstep, num_replicas), tier_config(tiers or TiersConfig()), world=world, deferred=is_deferred
             )
         ]
     if planner.kernel == "dense":
@@ -105,25 +107,33 @@ def clips_tables(optim: OptimConfig) -> bool:
     return optim.clip_norm > 0 and optim.clip_covers == "all"
 
 
-def row_optimizer(optim: OptimConfig, kstep: KStepConfig | None = None) -> OptimizerSpec:
+def row_optimizer(optim: OptimConfig, kstep: KStepConfig | None = None, num_replicas: int = 1) -> OptimizerSpec:
     """Translates the optimizer of the tables into that of their rows: the same rule, for the rows of a batch only.
 
-    With `kstep` it has the bias correction that goes with the way to merge, and rows count their updates between rounds.
+    With `kstep` it has the bias correction that goes with the way to merge, and rows of several replicas count their updates.
     """
     clip = CowClip(optim.clip_ratio, optim.clip_zeta, tuple(optim.clip_exempt)) if optim.clip == "cowclip" else None
     if optim.embedding == "adam":
         adam = AdamSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-        return adam if kstep is None else _mergeable(adam, kstep)
+        return adam if kstep is None else _mergeable(adam, kstep, num_replicas)
     if optim.embedding == "rowwise_adagrad":
         return RowwiseAdagradSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip, eps=optim.eps)
     return SgdSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip)
 
 
-def _mergeable(adam: AdamSpec, kstep: KStepConfig) -> AdamSpec:
+def _mergeable(adam: AdamSpec, kstep: KStepConfig, num_replicas: int) -> AdamSpec:
     bias = kstep.bias_correction or RECIPES["paper" if kstep.recipe == "paper" else "default"].bias_correction
-    num_trackers = len({1, kstep.m_period_rounds, kstep.v_period_rounds})
-    adam = replace(adam, bias_correction="row" if bias == "row" else "global", touches="count")
-    return replace(adam, num_trackers=num_trackers) if num_trackers > 1 else adam
+    adam = replace(adam, bias_correction="row" if bias == "row" else "global")
+    if num_replicas == 1:
+        return adam
+    return replace(
+        adam,
+        touches="count",
+        num_trackers=len({1, kstep.m_period_rounds, kstep.v_period_rounds}),
+        step_per_moment=bias == "row" and kstep.m_period_rounds != kstep.v_period_rounds,
+        frozen=kstep.variant == "frozen",
+        amsgrad=kstep.is_amsgrad,
+    )
 
 
 def tier_config(tiers: TiersConfig) -> TierConfig | None:

@@ -109,9 +109,9 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
         """Hands the loaded number of steps to the rows; TorchRec calls it after loading several optimizers as one."""
         self.hand_over()
 
-    def hand_over(self) -> None:
-        """Sets rate and step of the updates that follow."""
-        self._group.set_step(float(self.param_groups[0]["lr"]), int(self._num_steps) + 1)
+    def hand_over(self, step: int | None = None) -> None:
+        """Sets rate and step of the updates that follow; `step` (from 1) in place of the next one."""
+        self._group.set_step(float(self.param_groups[0]["lr"]), int(self._num_steps) + 1 if step is None else step)
 
     @property
     def is_deferred(self) -> bool:
