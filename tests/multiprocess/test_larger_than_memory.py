@@ -46,7 +46,7 @@ def test_ssd_needs_no_further_key(tmp_path: Path) -> None:
         "data.synthetic.num_rows_per_table=[20000,300]",
         "train.max_steps=60",
         "tiers=dram_ssd",
-        "tiers.dram_bytes=1MiB",
+        "tiers.dram_bytes=256KiB",
     )
     assert counters["misses_rows"] > 0
     assert list((tmp_path / "rows" / "host0").rglob("MANIFEST"))
