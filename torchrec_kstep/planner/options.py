@@ -10,6 +10,7 @@ from torchrec_kstep.planner.search import Option, TableClass
 
 CACHED_SHARES = (0.0, 0.002, 0.01, 0.03, 0.08, 0.2, 0.45, 1.0)  # of a table's rows, in the tier above the one where they rest
 COLUMN_MULTIPLE = 4
+_FEW_RANKS = 16  # up to here column shards may begin at any rank
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Wishes:
 def options_of(table: Table, setup: StepSetup, wishes: Wishes, on_device: bool) -> tuple[Option, ...]:
     """Returns the options of one table.
 
-    Ranks: any one for a whole table; all, or all of one host, for row shards; all, those of one host, or windows of 2, 4, ... ranks
-    that begin at multiples of their size for column shards.
+    Ranks: any one for a whole table; all, or all of one host, for row shards; all, those of one host, or 2, 4, ... neighbours for column
+    shards, which on many ranks begin at multiples of their number.
     """
 
     @cache
@@ -64,7 +65,8 @@ def rank_sets(sharding: Sharding, setup: StepSetup, dim: int, min_columns: int |
             width = dim // size
             if size < 2 or size > setup.world_size or dim % size or width % COLUMN_MULTIPLE or (min_columns and width < min_columns):
                 continue
-            yield from (everyone[first : first + size] for first in range(0, setup.world_size - size + 1, size))
+            stride = 1 if setup.world_size <= _FEW_RANKS else size
+            yield from (everyone[first : first + size] for first in range(0, setup.world_size - size + 1, stride))
         if len(everyone) == 1 or not any(_is_column_size(dim, size, min_columns) for size in sizes if 2 <= size <= setup.world_size):
             yield from ((rank,) for rank in everyone)
 

@@ -12,6 +12,7 @@ from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.ops.batch import TableSpec
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim_spec import OptimizerSpec
+from torchrec_kstep.planner.emit import TieredParameterSharding
 from torchrec_kstep.storage.division import BYTES_PER_ELEMENT
 from torchrec_kstep.storage.tiered_tables import TieredTables
 from torchrec_kstep.tier_config import TierConfig
@@ -22,7 +23,9 @@ from torchrec_kstep.world import World
 class RowsOpener(Protocol):
     """Opens the rows of a group of tables."""
 
-    def __call__(self, name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec, share: float) -> RowGroup:
+    def __call__(
+        self, name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec, share: float, cache_share: float | None = None
+    ) -> RowGroup:
         """Returns a row group over `tables`.
 
         Args:
@@ -30,12 +33,16 @@ class RowsOpener(Protocol):
             tables: the rank's shards; `num_rows` is that of the whole table, and row ids are the table's own.
             optimizer: how rows are updated.
             share: the group's part, up to 1, of all bytes that this rank may use.
+            cache_share: the group's part of the rank's equal part of the host's DRAM, above 1 where a plan gives this rank more than
+                others; None: as `share`.
         """
 
 
-def open_in_dram(name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec, share: float) -> RowGroup:
+def open_in_dram(
+    name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec, share: float, cache_share: float | None = None
+) -> RowGroup:
     """Opens rows that all live in DRAM, each taking memory from its first update on."""
-    del name, share
+    del name, share, cache_share
     return RowGroup.in_dram(tables, optimizer)
 
 
@@ -51,7 +58,9 @@ class OpenOnSsd:
     tiers: TierConfig
     world: World
 
-    def __call__(self, name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec, share: float) -> TieredTables:
+    def __call__(
+        self, name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec, share: float, cache_share: float | None = None
+    ) -> TieredTables:
         """Opens one row store, in a folder named after the group below each path.
 
         Raises:
@@ -67,7 +76,7 @@ class OpenOnSsd:
         quota = self.tiers.num_ssd_bytes
         tiers = replace(
             self.tiers,
-            dram_bytes=int(self.tiers.num_dram_bytes * share),
+            dram_bytes=int(self.tiers.num_dram_bytes * (share if cache_share is None else cache_share)),
             ssd_bytes=None if quota is None else int(quota * share),
             ssd_paths=[str(Path(path) / name) for path in self.tiers.ssd_paths],
         )
@@ -85,6 +94,33 @@ class OpenOnSsd:
 def _nearest_folder(path: Path) -> Path:
     """Returns the folder itself, or the one above it in which it would be made."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+
+
+def planned_cache_shares(plan: ShardingPlan, rank: int, num_ranks_on_host: int, local_world_size: int) -> dict[str, float] | None:
+    """Returns the part of a rank's equal part of its host's DRAM that each tiered table on `rank` gets by a plan with caches.
+
+    All of the host's DRAM is given out, in proportion to the planned caches; a rank with larger ones gets more than its equal part.
+
+    Args:
+        plan: of all collections, with global ranks.
+        rank: whose tables.
+        num_ranks_on_host: ranks on a host that share the tables.
+        local_world_size: ranks on a host.
+
+    Returns:
+        Parts by table; None if the plan says nothing about caches.
+    """
+    on_host, own = 0, dict[str, int]()
+    for module in plan.plan.values():
+        for table, sharding in module.items() if isinstance(module, EmbeddingModuleShardingPlan) else ():
+            if not isinstance(sharding, TieredParameterSharding) or sharding.sharding_spec is None:
+                continue
+            for shard in sharding.sharding_spec.shards:
+                if shard.placement.rank() // local_world_size == rank // local_world_size:
+                    on_host += sharding.cache_bytes
+                if shard.placement.rank() == rank:
+                    own[table] = own.get(table, 0) + sharding.cache_bytes
+    return {table: num_ranks_on_host * cache_bytes / on_host for table, cache_bytes in own.items()} if on_host else None
 
 
 def plan_record_bytes(plan: ShardingPlan, rank: int, optimizer: OptimizerSpec) -> int:

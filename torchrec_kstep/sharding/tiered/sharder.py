@@ -11,7 +11,14 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec_kstep.optim_spec import OptimizerSpec
 from torchrec_kstep.sharding.tiered.collection import ShardedTieredEmbeddingBagCollection
 from torchrec_kstep.sharding.tiered.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
-from torchrec_kstep.sharding.tiered.opening import OpenOnSsd, RowsOpener, module_record_bytes, open_in_dram, plan_record_bytes
+from torchrec_kstep.sharding.tiered.opening import (
+    OpenOnSsd,
+    RowsOpener,
+    module_record_bytes,
+    open_in_dram,
+    plan_record_bytes,
+    planned_cache_shares,
+)
 from torchrec_kstep.sharding.tiered.sequence_collection import ShardedTieredEmbeddingCollection
 from torchrec_kstep.sharding.tiered.state import planned_rank
 from torchrec_kstep.sharding.tiered.tables import TableMaker
@@ -98,6 +105,10 @@ class _TieredSharder:
             rank_bytes = module_record_bytes(params, planned_rank(env), self.optimizer)
         else:
             rank_bytes = plan_record_bytes(self._plan, planned_rank(env), self.optimizer)
+        cache_shares = None
+        if self._plan is not None and isinstance(self._open_rows, OpenOnSsd):
+            size = self._open_rows.world.local_world_size
+            cache_shares = planned_cache_shares(self._plan, planned_rank(env), min(size, env.world_size), size)
         return TableMaker(
             open_rows=self._open_rows,
             optimizer=self.optimizer,
@@ -106,6 +117,7 @@ class _TieredSharder:
             tables={table.name: table for table in tables},
             prefix=module_fqn or "",
             rank_bytes=rank_bytes,
+            cache_shares=cache_shares,
         )
 
 

@@ -1,6 +1,6 @@
 """From TorchRec's description of a rank's tables to a row group with its optimizer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,6 +33,7 @@ class TableMaker:
         tables: the collection's tables by name; they know the `init_fn` that TorchRec's own description lacks.
         prefix: names the collection, for the names of row groups.
         rank_bytes: bytes of all tiered rows of this rank, by which groups share what the rank may use.
+        cache_shares: the part of the rank's DRAM that each table gets by the plan; None: the plan leaves it to the bytes.
     """
 
     open_rows: RowsOpener
@@ -42,6 +43,7 @@ class TableMaker:
     tables: dict[str, BaseEmbeddingConfig]
     prefix: str
     rank_bytes: int
+    cache_shares: Mapping[str, float] | None = None
 
     @cached_property
     def _table_ids(self) -> dict[str, int]:
@@ -75,7 +77,10 @@ class TableMaker:
         specs = [self._spec(table) for table in config.embedding_tables]
         group_bytes = sum(record_bytes(table.local_rows, table.local_cols, self.optimizer) for table in config.embedding_tables)
         share = min(group_bytes / self.rank_bytes, 1.0) if self.rank_bytes else 1.0
-        group = self.open_rows(f"{self.prefix}.{name}" if self.prefix else name, specs, self.optimizer, share)
+        cache_share = None
+        if self.cache_shares is not None:
+            cache_share = sum({table.name: self.cache_shares.get(table.name, 0.0) for table in config.embedding_tables}.values())
+        group = self.open_rows(f"{self.prefix}.{name}" if self.prefix else name, specs, self.optimizer, share, cache_share)
         shards = [shard_of(table, group, index) for index, table in enumerate(config.embedding_tables)]
         optimizer = TieredOptimizer(group, shards, self.optimizer, self.is_deferred, process_group)
         return make(group, shards, optimizer)

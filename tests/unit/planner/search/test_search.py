@@ -113,8 +113,8 @@ def test_equal_tables_share_a_class() -> None:
         ("row_wise", 16, [(0, 1, 2, 3)]),
         ("data_parallel", 16, [(0, 1, 2, 3)]),
         ("table_row_wise", 16, [(0, 1), (2, 3)]),
-        ("column_wise", 16, [(0, 1), (2, 3), (0, 1, 2, 3)]),
-        ("column_wise", 8, [(0, 1), (2, 3)]),
+        ("column_wise", 16, [(0, 1), (1, 2), (2, 3), (0, 1, 2, 3)]),
+        ("column_wise", 8, [(0, 1), (1, 2), (2, 3)]),
         ("column_wise", 4, [(0,), (1,), (2,), (3,)]),
     ],
 )
