@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import nn
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -21,6 +21,7 @@ from benchmarks._harness import Harness, Spread
 from torchrec_kstep.config.schema import OptimConfig, PlannerConfig
 from torchrec_kstep.cost import QUANTITIES, AccessCurve, Machine, StepSetup, Table, shard_work
 from torchrec_kstep.cost.price import price
+from torchrec_kstep.planner.derived import torchrec_topology
 from torchrec_kstep.planner.options import Wishes, classes_of
 from torchrec_kstep.planner.search import Problem, solve
 from torchrec_kstep.planner.search.exhaustive import exhaustive, num_assignments
@@ -182,23 +183,9 @@ def _record_gaps(run: Harness, case: dict[str, object], gaps: list[float], peer:
 
 
 def stock_plan(topology: ClusterTopology, module: nn.Module, job: Job, constraints: dict[str, ParameterConstraints]) -> ShardingPlan:
-    """What TorchRec plans when it is told the bandwidths that its own topology has fields for."""
-    host = topology.hosts[0]
-    per_host = job.local_world_size
-    device = host.devices[0] if host.devices else None
-    stock = Topology(
-        world_size=job.world_size,
-        local_world_size=per_host,
-        compute_device="cuda" if device else "cpu",
-        hbm_cap=device.memory_bytes if device else None,
-        ddr_cap=host.memory_bytes // per_host,
-        hbm_mem_bw=device.gather_bytes_per_s / 1000 if device else 1.0,
-        ddr_mem_bw=host.numa_nodes[0].gather_bytes_per_s / 1000,
-        intra_host_bw=(max(link.bandwidth_bytes_per_s for link in host.links) if device else host.exchange.bandwidth_bytes_per_s) / 1000,
-        inter_host_bw=sum(nic.bandwidth_bytes_per_s for nic in host.nics) / per_host / 1000,
-    )
+    """What TorchRec plans when it is told all that its own topology has fields for."""
     planner = EmbeddingShardingPlanner(
-        topology=stock,
+        topology=torchrec_topology(topology, job.local_world_size),
         batch_size=job.batch_size,
         constraints=constraints,
         storage_reservation=FixedPercentageStorageReservation(0.15),

@@ -1,8 +1,10 @@
 """Parts of TorchRec's planner that its `planner` package does not export, and two of its habits kept from the user."""
 
+import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed._shard.metadata import ShardMetadata
@@ -20,6 +22,7 @@ __all__ = [
     "PlannerError",
     "cpu_topology",
     "placed_spec",
+    "quiet_topology",
     "without_replica_warnings",
 ]
 
@@ -79,3 +82,9 @@ def placed_spec(
             for size, offset, rank in zip(sizes, offsets, ranks, strict=True)
         ]
     )
+
+
+def quiet_topology(values: Mapping[str, Any]) -> Topology:
+    """Makes a `Topology` from its constructor's arguments, without the warning that the job will fail because no factory made it."""
+    takes_note = "created_by_factory" in inspect.signature(Topology.__init__).parameters  # TorchRec 1.8
+    return Topology(**values, **({"created_by_factory": True} if takes_note else {}))
