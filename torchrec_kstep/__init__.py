@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from torchrec_kstep.optim.cowclip import cow_clip
     from torchrec_kstep.optim.kstep import KStepAdam
     from torchrec_kstep.optim_spec import AdamSpec, CowClip, RowwiseAdagradSpec, SgdSpec
+    from torchrec_kstep.planner import TopologyShardingPlanner
     from torchrec_kstep.replicas import KStepEnv
     from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder, TieredEmbeddingCollectionSharder
     from torchrec_kstep.tier_config import TierConfig
+    from torchrec_kstep.topology import ClusterTopology
 
 _HOMES = {
     "AdamSpec": "torchrec_kstep.optim_spec",
+    "ClusterTopology": "torchrec_kstep.topology",
     "CowClip": "torchrec_kstep.optim_spec",
     "KStepAdam": "torchrec_kstep.optim.kstep",
     "KStepEnv": "torchrec_kstep.replicas",
@@ -28,11 +31,13 @@ _HOMES = {
     "TierConfig": "torchrec_kstep.tier_config",
     "TieredEmbeddingBagCollectionSharder": "torchrec_kstep.sharding.tiered",
     "TieredEmbeddingCollectionSharder": "torchrec_kstep.sharding.tiered",
+    "TopologyShardingPlanner": "torchrec_kstep.planner",
     "cow_clip": "torchrec_kstep.optim.cowclip",
 }
 
 __all__ = [
     "AdamSpec",
+    "ClusterTopology",
     "CowClip",
     "KStepAdam",
     "KStepEnv",
@@ -42,6 +47,7 @@ __all__ = [
     "TierConfig",
     "TieredEmbeddingBagCollectionSharder",
     "TieredEmbeddingCollectionSharder",
+    "TopologyShardingPlanner",
     "__version__",
     "cow_clip",
 ]

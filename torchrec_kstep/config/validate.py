@@ -214,6 +214,7 @@ def _run_rules(config: RunConfig) -> Iterator[Finding]:
     yield from _model_rules(config)
     yield from _fused_rules(config)
     yield from _tier_rules(config)
+    yield from _planner_rules(config)
     yield from _kstep_rules(config)
     yield from _large_batch_rules(config)
     planner, optim, train = config.planner, config.optim, config.train
@@ -345,6 +346,19 @@ def _kstep_rules(config: RunConfig) -> Iterator[Finding]:
     for stage in kstep.stages:
         if not re.fullmatch(r"[0-9]+:[1-9][0-9]*", stage):
             yield Finding(f"kstep.stages: {stage!r} is no '<from step>:<k>', e.g. '5000:50'", ("kstep.stages",))
+
+
+def _planner_rules(config: RunConfig) -> Iterator[Finding]:
+    """Says which keys TorchRec's own planner does not read."""
+    if config.planner.engine == "topology":
+        return
+    for name in ("topology", "plan_cache"):
+        if getattr(config.planner, name):
+            yield Finding(
+                f"planner.{name} with planner.engine={config.planner.engine}: TorchRec's planner does not read it; "
+                "choose planner.engine=topology",
+                (f"planner.{name}", "planner.engine"),
+            )
 
 
 def _tier_rules(config: RunConfig) -> Iterator[Finding]:
