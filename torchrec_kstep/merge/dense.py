@@ -127,6 +127,8 @@ class DenseMerger:
         self._mean = ReplicaMean(env, spec.seed)
         self._background: ThreadPoolExecutor | None = None
         self._pending: tuple[DenseRound, Future[torch.Tensor]] | None = None
+        self._base: dict[str, torch.Tensor] = {}  # states as of the last round, where changes travel
+        self._buffer_base: dict[str, torch.Tensor] = {}
         self._start_alike()
 
     @property
@@ -221,10 +223,7 @@ class DenseMerger:
         num_weights = sum(states[WEIGHT].numel() for states in self._states.values())
         self._write((WEIGHT,), flat[:num_weights])
         self._write_buffers(flat[num_weights:])
-        self._base: dict[str, torch.Tensor] = {}
-        if self._spec.wire != "fp32":
-            self.restart()
-        self._buffer_base = self._summed_values()
+        self.restart()
 
     def restart(self) -> None:
         """Takes the present values as those of the last round, e.g. after a checkpoint was loaded. Not collective."""
