@@ -291,6 +291,7 @@ def memory_bytes(
     if tier == "device":
         return {"device_bytes": rows * record}
     if tier == "dram":
-        return {"dram_bytes": rows * record, "row_bytes": rows * record} | ({"device_bytes": slots} if on_device else {})
+        held = rows * (record + (SLOT_OVERHEAD_BYTES if setup.kernel == "tiered" else 0))
+        return {"dram_bytes": held, "row_bytes": held} | ({"device_bytes": slots} if on_device else {})
     stored = rows * (record + RECORD_HEADER_BYTES) * SPACE_FACTOR
     return {"ssd_bytes": stored, "dram_bytes": slots + rows * INDEX_BYTES_PER_ROW, "row_bytes": slots}

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -152,6 +152,8 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         if self._cache is not None and (known := self._cache.read(key)) is not None:
             return known
         machine = self.machine(setup)
+        if _has_room_on_top(machine, priced):
+            wishes = [wish if wish.cached_rows is not None else replace(wish, tiers=wish.tiers[:1]) for wish in wishes]
         problem = Problem(machine, classes_of(priced, setup, wishes, machine.on_device))
         solution = solve(problem)
         if solution.score.overflow > 0:
@@ -297,3 +299,14 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
             method=solution.method,
             gap=gap if gap != float("inf") else -1.0,
         )
+
+
+def _has_room_on_top(machine: Machine, tables: Sequence[Table]) -> bool:
+    """Whether the highest tier holds all tables twice over, so that looking at lower ones would only cost time."""
+    memories = ("device_bytes",) if machine.on_device else ("dram_bytes", "row_bytes")
+    sizes = [table.num_rows * (table.record_bytes + SLOT_OVERHEAD_BYTES) for table in tables]
+    for memory in memories:
+        pools = [pool.capacity_bytes for pool in machine.pools if pool.memory == memory]
+        if pools and (2 * sum(sizes) > sum(pools) or 2 * max(sizes) > min(pools)):
+            return False
+    return True

@@ -147,7 +147,7 @@ def test_row_shards_split_rows_and_repeat_outputs() -> None:
     setup = StepSetup(1000, world_size=4, local_world_size=4, kernel="fused")
     whole = shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=False)
     quarter = shard_work(table(), setup, "row_wise", 4, "dram", 0, on_device=False)
-    assert 4 * quarter.memory["dram_bytes"] == whole.memory["dram_bytes"]
+    assert 4 * quarter.memory["dram_bytes"] == pytest.approx(whole.memory["dram_bytes"])
     assert 4 * quarter.quantities["lookup_ids"] == whole.quantities["lookup_ids"]
     assert quarter.quantities["output_bytes"] == whole.quantities["output_bytes"], "partial sums of every bag, from every shard"
 
@@ -161,10 +161,10 @@ def test_devices_fetch_what_their_cache_lacks_over_their_own_link() -> None:
         devices=(Device("gpu0", 16 * GIB, 1e12, 5e11), Device("gpu1", 16 * GIB, 1e12, 5e11)),
         links=(Link(("numa0", "gpu0"), 1.6e10, 0.0), Link(("numa0", "gpu1"), 2e9, 0.0)),
     )
-    setup = StepSetup(1000, world_size=2, local_world_size=2)
+    setup = StepSetup(1000, world_size=2, local_world_size=2, prefetch=False)
     machine = Machine.of(ClusterTopology("c", (host,)), setup, coefficients=FREE)
     vector = shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=True).vector
-    fast, slow = priced(machine, {0: vector}).seconds, priced(machine, {1: vector}).seconds
+    fast, slow = (seconds(priced(machine, {rank: vector}))["tiers"] for rank in (0, 1))
     assert slow == pytest.approx(8 * fast)
 
 
