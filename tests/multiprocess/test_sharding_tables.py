@@ -16,8 +16,7 @@ from tests.spawn import SpawnRanks
 from torchrec_kstep.config.schema import OptimConfig, PlannerConfig
 from torchrec_kstep.errors import PlanError
 from torchrec_kstep.optim import build_optimizer
-from torchrec_kstep.planner import format_plan, make_plan
-from torchrec_kstep.planner import find_tables
+from torchrec_kstep.planner import find_tables, format_plan, make_plan
 from torchrec_kstep.sharding import build_sharders, shard_task
 from torchrec_kstep.world import World
 

@@ -59,6 +59,13 @@ def cells_of(config: StudyConfig) -> list[Cell]:
             for model in config.models:
                 for variant, overrides in config.variants.items():
                     if point in config.points_of.get(variant, " ".join(config.points)).split():
-                        own = (f"model={model}", *config.train, *config.extra, *overrides.split(), f"{config.axis}={point}", f"train.seed={seed}")
+                        own = (
+                            f"model={model}",
+                            *config.train,
+                            *config.extra,
+                            *overrides.split(),
+                            f"{config.axis}={point}",
+                            f"train.seed={seed}",
+                        )
                         cells.append(Cell(model, variant, point, seed, own))
     return cells
