@@ -90,7 +90,7 @@ def make_group(data: str, dim: int, num_trackers: int) -> RowGroup:
     optimizer = (
         SgdSpec(lr=0.1, touches="count")
         if num_trackers == 0
-        else AdamSpec(lr=0.1, bias_correction="row", touches="count", num_trackers=num_trackers)
+        else AdamSpec(lr=0.1, bias_correction="row", touches="count", num_trackers=num_trackers, step_per_moment=num_trackers > 1)
     )
     tables = [
         TableSpec(f"t{index}", rows, dim, index, init="uniform", init_a=-0.01, init_b=0.01) for index, rows in enumerate(DATA_ROWS[data])

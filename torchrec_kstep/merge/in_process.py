@@ -54,17 +54,17 @@ class InProcessMerger:
         self._finished: list[RoundReport] = []
         run_in_lockstep([rows.agree() for rows in self._rows])
 
-    def merge(self, round_index: int, num_local_steps: int, is_full: bool = False) -> list[RoundReport]:
+    def merge(self, round_index: int, num_local_steps: int, is_full: bool = False, step: int | None = None) -> list[RoundReport]:
         """Merges all replicas; returns a report of each."""
-        return run_in_lockstep([rows.merge(round_index, num_local_steps, is_full) for rows in self._rows])
+        return run_in_lockstep([rows.merge(round_index, num_local_steps, is_full, step) for rows in self._rows])
 
-    def begin(self, round_index: int, num_local_steps: int, is_full: bool = False) -> None:
+    def begin(self, round_index: int, num_local_steps: int, is_full: bool = False, step: int | None = None) -> None:
         """Sets aside what all replicas touched, and exchanges it; as `RowMerger.begin`."""
         if self._rows[0].is_undecided:
-            self._finished = self.merge(round_index, num_local_steps, is_full)
+            self._finished = self.merge(round_index, num_local_steps, is_full, step)
             return
         for rows in self._rows:
-            rows.detach(round_index, num_local_steps, is_full)
+            rows.detach(round_index, num_local_steps, is_full, step)
         run_in_lockstep([rows.exchange() for rows in self._rows])
 
     def finish(self, num_steps_late: int = 0) -> list[RoundReport]:

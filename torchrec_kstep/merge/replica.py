@@ -18,6 +18,7 @@ from torchrec_kstep.merge_spec import MergeSpec
 from torchrec_kstep.ops import merge as ops
 from torchrec_kstep.ops.batch import Contributions, Merged
 from torchrec_kstep.ops.row_group import RowGroup
+from torchrec_kstep.optim_spec import AdamSpec
 
 # Rows that replicas compare after a round: of each piece that arrives, and at most.
 _COMPARED_PER_PIECE, _COMPARED = 8, 256
@@ -29,12 +30,14 @@ class PendingRound:
 
     Attributes:
         report: what it tells so far.
+        step: steps that the optimizer had done when it was collected.
         collected: per tracker that is due, what its tables contribute, by index of the table.
         num_steps: local steps since the last round of each of those trackers.
         arrived: what the exchange brought.
     """
 
     report: RoundReport
+    step: int | None
     collected: list[tuple[Tracker, "_CollectedRows"]] = field(default_factory=list)
     num_steps: list[int] = field(default_factory=list)
     arrived: list[tuple[Tracker, MergedTable, Arrived]] = field(default_factory=list)
@@ -103,13 +106,14 @@ class ReplicaRows:
                 f"replica {self.party.index}); all replicas need one plan, one optimizer and one MergeSpec"
             )
 
-    def merge(self, round_index: int, num_local_steps: int, is_full: bool = False) -> Rounds[RoundReport]:
+    def merge(self, round_index: int, num_local_steps: int, is_full: bool = False, step: int | None = None) -> Rounds[RoundReport]:
         """Merges what was touched, bucket by bucket, in place.
 
         Args:
             round_index: counts all rounds from 0; the same on all replicas.
             num_local_steps: steps of this replica since the round before.
             is_full: also merge moments whose period has not passed, so that replicas are equal.
+            step: steps that the optimizer has done, which corrects the bias of v_hat under global bias correction.
         """
         assert self._pending is None, "a detached round must be corrected first"
         report = self._begin(round_index, num_local_steps)
@@ -118,7 +122,7 @@ class ReplicaRows:
                 self._count_alone(tracker, report)
                 self._end(tracker)
                 continue
-            source, sink = _TouchedRows(tracker, self.spec), _Applier(tracker, self.spec, report)
+            source, sink = _TouchedRows(tracker, self.spec), _Applier(tracker, self.spec, report, step)
             exchange = TrackerRound(self.party, tracker, round_index, report, source, sink)
             num_touched = yield from exchange.run(self._tables_of(tracker), self._num_steps[tracker.index], self._fingerprint)
             self._end(tracker)
@@ -128,14 +132,14 @@ class ReplicaRows:
                 self._decide(num_touched)
         return report
 
-    def detach(self, round_index: int, num_local_steps: int, is_full: bool = False) -> None:
+    def detach(self, round_index: int, num_local_steps: int, is_full: bool = False, step: int | None = None) -> None:
         """Sets aside what was touched, so that training may go on; arguments as in `merge`. Exchanges nothing.
 
         Contributions of all touched rows are copied; they, not a bucket, bound the memory of a round beside training.
         """
         assert self._pending is None, "a detached round must be corrected first"
         assert not self.is_undecided, "the first round of `auto` is merged in place"
-        pending = PendingRound(self._begin(round_index, num_local_steps))
+        pending = PendingRound(self._begin(round_index, num_local_steps), step)
         for tracker in self._due(round_index, is_full):
             if self.party.num_replicas == 1:
                 self._count_alone(tracker, pending.report)
@@ -171,7 +175,7 @@ class ReplicaRows:
         pending.report.num_steps_late = num_steps_late
         with pending.report.timed("apply"):
             for tracker, table, arrived in pending.arrived:
-                _Applier(tracker, self.spec, pending.report)(table, arrived)
+                _Applier(tracker, self.spec, pending.report, pending.step)(table, arrived)
         for tracker, _ in pending.collected:
             self._clear(tracker)
         self._fingerprint = 0  # rows go on from different steps, so there is nothing to compare
@@ -206,6 +210,13 @@ class ReplicaRows:
                 raise ConfigError(
                     f"table {table.name!r}: its rows keep {table.num_trackers} sets of touches, and {num_needed} are needed (one per "
                     f"period of weights and moments); give its optimizer touches='count' and num_trackers={num_needed}"
+                )
+            optimizer = table.optimizer
+            is_apart = self.spec.row_states != "weights" and self.spec.m_period_rounds != self.spec.v_period_rounds
+            if is_apart and isinstance(optimizer, AdamSpec) and table.has_row_step and not optimizer.step_per_moment:
+                raise ConfigError(
+                    f"table {table.name!r}: m and v are merged at different periods, but its rows count their steps for both alike, so a "
+                    "moment could arrive before its count; give its optimizer step_per_moment=True"
                 )
 
     def _track(self, table: MergedTable) -> None:
@@ -302,10 +313,11 @@ class _CollectedRows:
 class _Applier:
     """Writes what arrives into the rows."""
 
-    def __init__(self, tracker: Tracker, spec: MergeSpec, report: RoundReport) -> None:
+    def __init__(self, tracker: Tracker, spec: MergeSpec, report: RoundReport, step: int | None) -> None:
         self._tracker = tracker
         self._spec = spec
         self._report = report
+        self._step = step
         self._compared: list[tuple[MergedTable, torch.Tensor]] = []
 
     def __call__(self, table: MergedTable, arrived: Arrived) -> None:
@@ -313,7 +325,7 @@ class _Applier:
         values = {name: ops.decode(encoded, wires[name], table.dim) for name, encoded in arrived.fields.items()}
         touches = torch.ones(arrived.rows.numel()) if arrived.union_touches is None else arrived.union_touches
         merged = Merged(arrived.rows, touches, values)
-        self._report.num_rows_read += ops.apply(table.group, table.table, merged, self._spec.moments, self._tracker.index)
+        self._report.num_rows_read += ops.apply(table.group, table.table, merged, self._spec.moments, self._tracker.index, self._step)
         if len(self._compared) * _COMPARED_PER_PIECE < _COMPARED:
             self._compared.append((table, arrived.rows[:_COMPARED_PER_PIECE].to(torch.int64)))
 

@@ -71,31 +71,33 @@ class RowMerger:
         """Whether `finish` would not have to wait; for information only, replicas may differ."""
         return self._thread is None or not self._thread.is_alive()
 
-    def merge(self, round_index: int, num_local_steps: int, is_full: bool = False) -> RoundReport:
+    def merge(self, round_index: int, num_local_steps: int, is_full: bool = False, step: int | None = None) -> RoundReport:
         """Merges what was touched since the last round, in place.
 
         Args:
             round_index: counts all rounds from 0.
             num_local_steps: steps of this replica since the round before; replicas may differ, the largest counts.
             is_full: merge all fields whatever their period, so that replicas are equal, e.g. before a snapshot.
+            step: steps that the optimizer has done, which corrects the bias of frozen Adam's v_hat under global bias correction;
+                None: the step that was set last.
 
         Raises:
             DivergenceError: on all replicas, if one has NaN or infinity in a row.
             MergeError: a replica is gone or late.
         """
         assert not self.is_pending, "finish the round that is under way first"
-        return drive(self._rows.merge(round_index, num_local_steps, is_full), self._transport)
+        return drive(self._rows.merge(round_index, num_local_steps, is_full, step), self._transport)
 
-    def begin(self, round_index: int, num_local_steps: int, is_full: bool = False) -> None:
+    def begin(self, round_index: int, num_local_steps: int, is_full: bool = False, step: int | None = None) -> None:
         """Sets aside what was touched and exchanges it in a thread; training may go on. Arguments as in `merge`.
 
         The first round of `row_states="auto"`, which decides what later ones send, is merged in place.
         """
         assert not self.is_pending, "finish the round that is under way first"
         if self._rows.is_undecided:
-            self._finished = self.merge(round_index, num_local_steps, is_full)
+            self._finished = self.merge(round_index, num_local_steps, is_full, step)
             return
-        self._rows.detach(round_index, num_local_steps, is_full)
+        self._rows.detach(round_index, num_local_steps, is_full, step)
         self._failure = None
         self._thread = threading.Thread(target=self._exchange, name="merge-round", daemon=True)
         self._thread.start()

@@ -13,6 +13,7 @@ corrected m is g, the corrected root of v is |g|), and after c touches from zero
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,3 +106,22 @@ def test_a_late_round_corrects_rows_and_what_the_next_round_starts_from() -> Non
     merger.merge(1, 1)
     for group in groups:  # one sender: the row is what A has
         assert_rows(group, [(-3.0, 1.0, 1.25, 3), (-1.0, 0.5, 0.5, 1)])
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["in_place", "late"])
+def test_a_round_of_frozen_adam_sets_v_hat_to_the_corrected_merged_v(is_late: bool) -> None:
+    """Global bias correction after 2 steps: the merged v of row 0 is 1.5, hence v_hat = 1.5 / (1 - 0.5^2) = 2."""
+    frozen = replace(ADAM, bias_correction="global", frozen=True)
+    groups = [RowGroup.in_dram([TABLE], frozen) for _ in range(2)]
+    merger = InProcessMerger([[group] for group in groups], MergeSpec(k=2, overlap_steps=int(is_late)))
+    first_interval(groups)
+    if is_late:
+        merger.begin(0, 2, step=2)
+        for group in groups:
+            group.set_step(1.0, 9)  # training has gone on
+        merger.finish(1)
+    else:
+        merger.merge(0, 2, step=2)
+    for group in groups:
+        assert group.read(0, torch.arange(3), "v")[:, 0].tolist() == pytest.approx([1.5, 0.5, 0.0])
+        assert group.read(0, torch.arange(3), "v_hat")[:, 0].tolist() == pytest.approx([2.0, 0.5 / 0.75, 0.0])

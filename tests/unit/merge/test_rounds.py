@@ -248,7 +248,9 @@ def test_narrow_wires_send_fewer_bytes() -> None:
 
 def test_moments_are_merged_at_their_own_periods_and_all_in_a_full_round() -> None:
     groups, merger = replicas(
-        MergeSpec(k=2, m_period_rounds=2, v_period_rounds=4), 2, AdamSpec(0.05, bias_correction="row", touches="count", num_trackers=3)
+        MergeSpec(k=2, m_period_rounds=2, v_period_rounds=4),
+        2,
+        AdamSpec(0.05, bias_correction="row", touches="count", num_trackers=3, step_per_moment=True),
     )
     equal = []
     for round_index in range(6):
@@ -256,10 +258,12 @@ def test_moments_are_merged_at_their_own_periods_and_all_in_a_full_round() -> No
             random_steps(group, replica, round_index * 2 + 1, 2)
         merger.merge(round_index, 2, is_full=round_index == 4)
         left, right = (rows_of(group) for group in groups)
-        equal.append(
-            "".join(field[0] for field in ("weight", "m", "v", "step") if torch.equal(left[f"large.{field}"], right[f"large.{field}"]))
-        )
-    assert equal == ["w", "wm", "w", "wmvs", "wmvs", "wm"]
+        fields = [
+            name.removeprefix("large.") for name, values in left.items() if name.startswith("large.") and torch.equal(values, right[name])
+        ]
+        equal.append(" ".join(sorted(fields)))
+    every = "m step step_v v weight"
+    assert equal == ["weight", "m step weight", "weight", every, every, "m step weight"]
 
 
 def test_sets_of_touches_that_no_period_needs_do_not_grow() -> None:
@@ -273,6 +277,8 @@ def test_periods_that_rows_cannot_keep_apart_are_refused() -> None:
         replicas(MergeSpec(m_period_rounds=3, v_period_rounds=6), 2)
     with pytest.raises(ConfigError, match="keep 0 sets of touches, and 1 are needed"):
         replicas(MergeSpec(), 2, AdamSpec(lr=0.1))
+    with pytest.raises(ConfigError, match=r"table 'small': m and v are merged at different periods, .* step_per_moment=True"):
+        replicas(MergeSpec(m_period_rounds=3), 2, AdamSpec(lr=0.1, bias_correction="row", touches="count", num_trackers=2))
 
 
 def test_auto_sends_moments_of_tables_that_are_touched_widely_only() -> None:
