@@ -142,7 +142,8 @@ def pack_header(counts: Sequence[int]) -> torch.Tensor:
 
 def unpack_header(header: torch.Tensor) -> list[int]:
     """The inverse of `pack_header`."""
-    return [int(count) for count in _typed(header, torch.int32)]
+    counts: list[int] = _typed(header, torch.int32).tolist()
+    return counts
 
 
 def split_tables(message: torch.Tensor, formats: Sequence[Format], counts: Sequence[int]) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@
 Nothing here knows where rows live (`RowSource`) or when the result is applied (`Sink`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -26,7 +26,8 @@ from torchrec_kstep.ops import merge as ops
 from torchrec_kstep.ops.batch import Contributions
 
 _NOT_FINITE = -1  # in place of a number of rows: one of them holds NaN or infinity
-_DRIFT_ROWS = 64  # compared per table and bucket
+_DRIFT_ROWS = 64  # compared per table and bucket, all of one owner: owners are hashes, so those are a fair sample
+_DRIFT_OWNER = 0
 _COPIES = 4  # a bucket's rows exist about so often at a time: collected, encoded, received, decoded
 _UP, _DOWN = "up", "down"
 
@@ -182,10 +183,10 @@ class TrackerRound:
             merged_counts, merged = self._reduce(rounds, received)
         del received
         arrived = yield from self._exchange_messages(_DOWN, down, rounds, [merged_counts] * num_replicas, [merged] * num_replicas)
-        for table_counts, whole in arrived:
+        for owner, (table_counts, whole) in enumerate(arrived):
             for form, count, part in zip(rounds, table_counts, message.split_tables(whole, down, table_counts), strict=True):
                 if count:
-                    self._deliver(form, count, part, drift)
+                    self._deliver(form, count, part, drift.get(form.table.index) if owner == _DRIFT_OWNER else None)
 
     def _pack_up(
         self, bucket: Bucket, rounds: Sequence[TableRound], drift: dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -202,9 +203,6 @@ class TrackerRound:
                 for receiver in range(num_replicas):
                     counts[receiver].append(_NOT_FINITE)
                 continue
-            if WEIGHT in form.fields and rows.numel():
-                some = slice(None, None, max(1, rows.numel() // _DRIFT_ROWS))
-                drift[form.table.index] = rows[some].clone(), found.values[WEIGHT][some].clone()
             with self._report.timed("encode"):
                 touches = found.counts.clamp(max=self.num_steps)
                 encoded = [self._encode(form.table, field, found.values[field], rows, _UP) for field in form.fields]
@@ -212,6 +210,9 @@ class TrackerRound:
                 for receiver in range(num_replicas):
                     mine = (owner == receiver).nonzero()[:, 0]
                     counts[receiver].append(mine.numel())
+                    if receiver == _DRIFT_OWNER and WEIGHT in form.fields and mine.numel():
+                        some = mine[:: max(1, mine.numel() // _DRIFT_ROWS)]
+                        drift[form.table.index] = rows[some], found.values[WEIGHT][some]
                     pieces[receiver] += form.up.pack(rows[mine], touches[mine], [values.index_select(0, mine) for values in encoded])
         return counts, [_joined(own) for own in pieces]
 
@@ -235,25 +236,22 @@ class TrackerRound:
             pieces += form.down.pack(merged.rows, merged.u_real, encoded)
         return merged_counts, _joined(pieces)
 
-    def _deliver(self, form: TableRound, count: int, part: torch.Tensor, drift: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Hands the rows of one table from one owner to the sink."""
+    def _deliver(self, form: TableRound, count: int, part: torch.Tensor, drift: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Hands the rows of one table from one owner to the sink; `drift`: some of this replica's rows and their changes."""
         rows, union_touches, encoded = form.down.unpack(part, count)
         arrived = Arrived(rows, union_touches, dict(zip(form.fields, encoded, strict=True)))
         if self._tracker.index == 0:
             self._report.num_union_rows[form.table.name] += count
-        if form.table.index in drift:
-            self._measure_drift(form.table, arrived, *drift[form.table.index])
+        if drift is not None:
+            self._measure_drift(form.table, arrived, *drift)
         with self._report.timed("apply"):
             self._sink(form.table, arrived)
 
     def _measure_drift(self, table: MergedTable, arrived: Arrived, rows: torch.Tensor, own_change: torch.Tensor) -> None:
-        rows = rows.to(arrived.rows.dtype)
-        places = torch.searchsorted(arrived.rows, rows).clamp(max=arrived.rows.numel() - 1)
-        is_here = arrived.rows[places] == rows
-        if bool(is_here.any()):
-            change = self._decode(table, WEIGHT, arrived.fields[WEIGHT][places[is_here]])
-            own_change = own_change[is_here]
-            self._report.add_drift(float((change - own_change).abs().sum()), float(own_change.abs().sum()))
+        """Compares; every row of this replica is among those that arrive from its owner."""
+        places = torch.searchsorted(arrived.rows, rows.to(arrived.rows.dtype))
+        change = self._decode(table, WEIGHT, arrived.fields[WEIGHT].index_select(0, places))
+        self._report.add_drift(float((change - own_change).abs().sum()), float(own_change.abs().sum()))
 
     def _encode(self, table: MergedTable, field: str, values: torch.Tensor, rows: torch.Tensor, leg: str) -> torch.Tensor:
         """Noise depends on all that tells one rounding from another, so a round repeats bit for bit."""
