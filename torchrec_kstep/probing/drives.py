@@ -61,7 +61,8 @@ def measure_drive(
             raise
         raise StorageIOError(f"{folder}: cannot be probed: {error}") from error
     finally:
-        path.unlink(missing_ok=True)
+        if folder.is_dir():
+            path.unlink(missing_ok=True)
     return Drive(name, free, tuple(points), write_bytes_per_s, str(folder)), notes
 
 
