@@ -119,7 +119,8 @@ class Machine:
             threads_per_rank: cores that a rank computes with, at most; ranks never get more cores than there are.
             queue_depth: reads in flight on each drive.
             dram_bytes_per_host: DRAM for rows, indexes not counted; None: what a host has, without a reserve.
-            ssd_bytes_per_host: space for rows on drives; None: all of it.
+            ssd_bytes_per_host: what rows on drives must fit into, also where drives hold less: rows that never occur take no
+                space; None: what the drives hold.
             coefficients: of the software.
 
         Raises:
@@ -249,9 +250,7 @@ class _Builder:
                 pools.append(Pool(f"memory of {site.node}", "device_bytes", capacity, (site.rank % self.setup.world_size,)))
         for index, host in enumerate(self._hosts):
             ranks = tuple(site.rank % self.setup.world_size for site in self.routes.sites if site.host == index)
-            disk = sum(drive.capacity_bytes for drive in host.drives)
-            if ssd_bytes_per_host is not None:
-                disk = min(disk, ssd_bytes_per_host)
+            disk = sum(drive.capacity_bytes for drive in host.drives) if ssd_bytes_per_host is None else ssd_bytes_per_host
             pools.append(Pool(f"DRAM of {host.name}", "dram_bytes", host.memory_bytes * (1 - RESERVED_SHARE), ranks))
             if dram_bytes_per_host is not None:
                 pools.append(Pool(f"DRAM for rows of {host.name}", "row_bytes", dram_bytes_per_host, ranks))

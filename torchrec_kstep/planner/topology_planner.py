@@ -43,7 +43,7 @@ class Job:
         num_replicas: whole copies of the model.
         threads_per_rank: cores that a rank computes with.
         dram_bytes_per_host: DRAM for rows, indexes not counted; None: what a host has, without a reserve.
-        ssd_bytes_per_host: space for rows on drives; None: all of it. 0: none.
+        ssd_bytes_per_host: what rows on drives must fit into; None: what the drives hold; 0: no rows go there.
         prefetch: whether rows come up ahead.
         zipf_exponent: of tables without a curve of their own.
     """
