@@ -63,33 +63,44 @@ void decode_bf16(const std::uint8_t* encoded, std::size_t dim, float* values) {
 
 // Largest |x| by its bits, which order as the values do and put a NaN above everything.
 std::uint32_t largest_bits(const float* values, std::size_t dim) {
-  std::uint32_t largest = 0;
-  for (std::size_t j = 0; j < dim; ++j) {
-    std::uint32_t bits;
-    std::memcpy(&bits, values + j, sizeof bits);
-    largest = std::max(largest, bits & kMagnitude);
+  std::uint32_t largest = 0, bits[kBlock];
+  for (std::size_t begin = 0; begin < dim; begin += kBlock) {
+    const std::size_t count = std::min(kBlock, dim - begin);
+    std::memcpy(bits, values + begin, count * sizeof(float));
+    for (std::size_t j = 0; j < count; ++j) largest = std::max(largest, bits[j] & kMagnitude);
   }
   return largest;
 }
 
-void encode_int8(const float* __restrict values, std::size_t dim, std::uint64_t key, std::uint8_t* __restrict encoded) {
+// Whole units of a row, rounded at random. Loops over local arrays: a store through a char pointer would keep them scalar.
+void quantize(const float* values, std::size_t dim, float inverse, std::uint64_t key, std::uint8_t* packed) {
+  const auto low = static_cast<std::uint32_t>(key), high = static_cast<std::uint32_t>(key >> 32);
+  float unit[kBlock];
+  std::int32_t level[kBlock];
+  std::int8_t narrow[kBlock];
+  for (std::size_t begin = 0; begin < dim; begin += kBlock) {
+    const std::size_t count = std::min(kBlock, dim - begin);
+    for (std::size_t j = 0; j < count; ++j) {
+      const std::uint32_t word = noise_word(low, high, static_cast<std::uint32_t>(begin + j));
+      unit[j] = static_cast<float>(static_cast<std::int32_t>(word >> 8)) * 0x1p-24f;
+    }
+    for (std::size_t j = 0; j < count; ++j) level[j] = static_cast<std::int32_t>(__builtin_floorf(values[begin + j] * inverse + unit[j]));
+    for (std::size_t j = 0; j < count; ++j) narrow[j] = static_cast<std::int8_t>(std::min(std::max(level[j], -127), 127));
+    std::memcpy(packed + begin, narrow, count);
+  }
+}
+
+void encode_int8(const float* values, std::size_t dim, std::uint64_t key, std::uint8_t* encoded) {
   const std::uint32_t bits = largest_bits(values, dim);
   float largest = 0.0f;
   std::memcpy(&largest, &bits, sizeof largest);
   const bool is_finite = bits < kInfinity, is_scaled = is_finite && largest >= kSmallestScaled;
   const float scale = !is_finite ? std::numeric_limits<float>::quiet_NaN() : is_scaled ? largest / 127.0f : 0.0f;
   std::memcpy(encoded, &scale, sizeof scale);
-  auto* packed = reinterpret_cast<std::int8_t*>(encoded + sizeof scale);
-  if (!is_scaled) {
-    std::memset(packed, 0, dim);
-    return;
-  }
-  const float inverse = 127.0f / largest;
-  const auto low = static_cast<std::uint32_t>(key), high = static_cast<std::uint32_t>(key >> 32);
-  for (std::size_t j = 0; j < dim; ++j) {
-    const float unit = static_cast<float>(static_cast<std::int32_t>(noise_word(low, high, static_cast<std::uint32_t>(j)) >> 8)) * 0x1p-24f;
-    const float rounded = __builtin_floorf(values[j] * inverse + unit);
-    packed[j] = static_cast<std::int8_t>(static_cast<std::int32_t>(std::min(std::max(rounded, -127.0f), 127.0f)));
+  if (is_scaled) {
+    quantize(values, dim, 127.0f / largest, key, encoded + sizeof scale);
+  } else {
+    std::memset(encoded + sizeof scale, 0, dim);
   }
 }
 
