@@ -14,8 +14,9 @@ from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from torchrec_kstep.config.schema import OptimConfig, PlannerConfig
-from torchrec_kstep.errors import PlanError, TopologyError
+from torchrec_kstep.config.load import load
+from torchrec_kstep.config.schema import OptimConfig, PlannerConfig, RunConfig
+from torchrec_kstep.errors import ConfigError, PlanError, TopologyError
 from torchrec_kstep.planner.checks import check_plan
 from torchrec_kstep.planner.emit import TieredParameterSharding, sharding_plan
 from torchrec_kstep.planner.explain import placement_table, pool_lines, reasons, step_lines
@@ -224,3 +225,10 @@ def test_a_thousand_tables_are_planned_and_keep_their_bound() -> None:
     made.plan(model, sharders("fused"))
     assert made.placement is not None
     assert 0 <= made.placement.gap < 0.1
+
+
+@pytest.mark.parametrize("key", ["topology", "plan_cache"])
+def test_keys_that_torchrecs_planner_does_not_read_are_refused(key: str) -> None:
+    """Otherwise a run would be taken for planned on machines that nobody looked at."""
+    with pytest.raises(ConfigError, match=f"planner.{key} with planner.engine=torchrec"):
+        load(RunConfig, "train", ["planner.engine=torchrec", f"planner.{key}=dgx_h100"])
