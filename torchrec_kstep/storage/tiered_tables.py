@@ -63,6 +63,7 @@ class TieredTables(RowGroup):
         self._open_native = open_store
         self._num_lookahead_batches = lookahead
         self._is_deferred = False
+        self._is_tracking = True
         self._lr_and_step: tuple[float, int] | None = None
 
     @classmethod
@@ -209,11 +210,16 @@ class TieredTables(RowGroup):
         """
         if name not in self.snapshots():
             raise StorageError(f"the row store at {self.paths[0]} has no snapshot {name!r}; it has {', '.join(self.snapshots()) or 'none'}")
+        tracked = dict(self._tracked)
         self.close()
         with store_errors(self.paths):
             store = self._open_native(name)
             self._take_source(store.source())
         self._store = store
+        for (table, tracker), fields in tracked.items():
+            self.track(tracker, fields, [table])
+        if not self._is_tracking:
+            self.set_tracking(False)
         self.set_deferred(self._is_deferred)
         if self._lr_and_step is not None:
             self.set_step(*self._lr_and_step)
@@ -222,6 +228,11 @@ class TieredTables(RowGroup):
         """As in `RowGroup`."""
         super().set_step(lr, step)
         self._lr_and_step = (lr, step)
+
+    def set_tracking(self, is_tracking: bool) -> None:
+        """As in `RowGroup`."""
+        super().set_tracking(is_tracking)
+        self._is_tracking = is_tracking
 
     def set_deferred(self, is_deferred: bool) -> None:
         """As in `RowGroup`."""

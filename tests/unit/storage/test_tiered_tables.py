@@ -172,6 +172,28 @@ def test_going_back_in_place_equals_opening_anew(tmp_path: Path, is_deferred: bo
         assert_same_state(group, expected)
 
 
+def test_going_back_in_place_keeps_counting_touches_and_keeping_bases(tmp_path: Path) -> None:
+    """Otherwise rows touched after resuming would silently never be merged with those of other replicas."""
+    optimizer = AdamSpec(lr=0.1, touches="count")
+    with open_tiered(tmp_path, [uniform_table()], optimizer) as group:
+        group.track(0, ("weight", "m", "v"))
+        train(group, 0, torch.arange(10), 1)
+        group.clear_touched(0)
+        group.snapshot("then")
+        train(group, 0, torch.arange(20), 2)
+        group.restore("then")
+        assert group.tracked_fields(0) == ("weight", "m", "v")
+        assert group.touched_rows(0).tolist() == []
+        train(group, 0, torch.tensor([3, 5]), 2)
+        assert group.touched_rows(0).tolist() == [3, 5]
+        assert group.base_bytes > 0
+        group.clear_touched(0)
+        group.set_tracking(False)
+        group.restore("then")
+        train(group, 0, torch.tensor([3, 5]), 2)
+        assert group.touched_rows(0).tolist() == []
+
+
 def test_a_snapshot_can_be_read_while_training_goes_on(tmp_path: Path) -> None:
     with open_tiered(tmp_path, [uniform_table()], dram_bytes=2 * KIB) as group:
         train(group, 0, torch.arange(1000))
