@@ -118,13 +118,13 @@ class KStepConfig:
     num_warmup_steps: int = 0  # steps at the start with k=1
     stages: list[str] = field(default_factory=list)  # later values of k, each "<from step>:<k>", e.g. ["5000:50"]
     recipe: str = "default"  # default | paper: row_merge, moments, bias_correction and lr_factor that belong together
-    row_merge: str = ""  # union | mean | touched: weight of the replicas' changes of a row; "" = the recipe's
-    moments: str = ""  # renew | delta: how moments of rows are merged; "" = the recipe's
-    bias_correction: str = ""  # row | global: step count that corrects the bias of the tables' Adam; "" = the recipe's
+    row_merge: str = "recipe"  # recipe | union | mean | touched: weight of the replicas' changes of a row
+    moments: str = "recipe"  # recipe | renew | delta: how moments of rows are merged
+    bias_correction: str = "recipe"  # recipe | row | global: the step that corrects the bias of the tables' Adam: a row's own, or the job's
     lr_factor: float = 0.0  # factor on all rates in local steps; 0 = the recipe's
     row_states: str = "all"  # all | weights | auto: moments of rows sent always, never, or for tables of which much is touched in a round
-    m_period_rounds: int = 1  # rounds from one merge of first moments to the next
-    v_period_rounds: int = 1  # rounds from one merge of second moments to the next
+    m_period_rounds: int = 1  # rounds, of k steps each, from one merge of first moments to the next
+    v_period_rounds: int = 1  # rounds, of k steps each, from one merge of second moments to the next
     wire: str = "fp32"  # fp32 | bf16 | int8: how values travel between replicas; narrow ones are rounded at random, right on average
     overlap_steps: int = 0  # steps that training goes on while a round travels, whose result is applied that late; 0 = it waits
     variant: str = "local"  # local | frozen: divide by the replica's own second moment, or by the larger of it and that of the last round

@@ -47,7 +47,7 @@ def build_kstep_adam(
 
 def merge_spec(kstep: KStepConfig, seed: int = 0) -> MergeSpec:
     """Returns the way to merge that a configuration names."""
-    given = {name: value for name in ("row_merge", "moments") if (value := getattr(kstep, name))}
+    given = {name: value for name in ("row_merge", "moments") if (value := getattr(kstep, name)) != "recipe"}
     same = ("k", "row_states", "m_period_rounds", "v_period_rounds", "wire", "overlap_steps", "bucket_bytes", "timeout_s")
     name = "paper" if kstep.recipe == "paper" else "default"
     return MergeSpec.of_recipe(name, **given, **{key: getattr(kstep, key) for key in same}, seed=seed)  # type: ignore[arg-type]

@@ -122,7 +122,8 @@ def row_optimizer(optim: OptimConfig, kstep: KStepConfig | None = None, num_repl
 
 
 def _mergeable(adam: AdamSpec, kstep: KStepConfig, num_replicas: int) -> AdamSpec:
-    bias = kstep.bias_correction or RECIPES["paper" if kstep.recipe == "paper" else "default"].bias_correction
+    recipe = RECIPES["paper" if kstep.recipe == "paper" else "default"]
+    bias = recipe.bias_correction if kstep.bias_correction == "recipe" else kstep.bias_correction
     adam = replace(adam, bias_correction="row" if bias == "row" else "global")
     if num_replicas == 1:
         return adam

@@ -55,8 +55,8 @@ def test_an_unknown_key_is_refused_with_a_near_match_in_every_form(form: str, wr
 
 
 def test_a_key_unlike_any_is_refused_with_the_keys_of_its_group() -> None:
-    [fault] = faults_of("+optim.kstp=4")
-    assert "unknown key 'optim.kstp'" in fault
+    [fault] = faults_of("+optim.tau=4")
+    assert "unknown key 'optim.tau'" in fault
     assert "did you mean" in fault
     assert "keys of optim: dense, embedding, lr" in fault
 
