@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from torchrec_kstep.report.assets import SCRIPT, STYLE
 from torchrec_kstep.report.chart import Series, line_chart, number, stacked_bar
+from torchrec_kstep.report.replicas import has_rounds, round_charts
 from torchrec_kstep.report.run import PHASES, Run
 from torchrec_kstep.report.tiers import has_tiers, tier_charts
 from torchrec_kstep.units import format_seconds
@@ -23,6 +24,7 @@ def render(runs: Sequence[Run]) -> str:
     title = _title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs compared"
     sections = [_results(runs), _curves(runs), _phases(runs)]
     sections += [_tiers(runs)] if any(map(has_tiers, runs)) else []
+    sections += [_replicas(runs)] if any(map(has_rounds, runs)) else []
     sections += [_differences(runs)] if len(runs) > 1 else []
     sections += [_details(run, is_open=len(runs) == 1) for run in runs]
     return (
@@ -85,6 +87,11 @@ def _curves(runs: Sequence[Run]) -> str:
 def _tiers(runs: Sequence[Run]) -> str:
     under = "Rank 0, between one log line and the next."
     return f'<section><h2>Tables on SSD</h2><p class="under">{under}</p><div class="charts">{"".join(tier_charts(runs))}</div></section>'
+
+
+def _replicas(runs: Sequence[Run]) -> str:
+    under = "Rank 0, means per round between one log line and the next."
+    return f'<section><h2>Merge rounds</h2><p class="under">{under}</p><div class="charts">{"".join(round_charts(runs))}</div></section>'
 
 
 def _phases(runs: Sequence[Run]) -> str:
