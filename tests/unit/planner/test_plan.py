@@ -210,5 +210,5 @@ def test_optimizer_states_count_as_memory(engine: str) -> None:
     task = bags(add("t", "x", rows=2**20, dim=16))  # 64 MiB of weights
     config, world = PlannerConfig(kernel="dense", sharding="table_wise", engine=engine), WORLDS["1x1"]
     plan(task, config, world, OptimConfig(embedding="sgd"), memory_bytes=200 * MIB)
-    with pytest.raises(PlanError, match="256 MiB (with gradients and optimizer states|needed)"):
+    with pytest.raises(PlanError, match=r"256 MiB (with gradients and optimizer states|needed)"):
         plan(task, config, world, OptimConfig(embedding="adam"), memory_bytes=200 * MIB)
