@@ -65,7 +65,7 @@ class PlannerConfig:
     sharding: str = "auto"  # auto | data_parallel | table_wise | row_wise | column_wise | table_row_wise
     kernel: str = "tiered"  # dense: gradients and torch.optim; fused: FBGEMM updates rows inside backward; tiered: our row store does
     tables: dict[str, str] = field(default_factory=dict)  # sharding of single tables by name, e.g. {user_id: row_wise}
-    engine: str = "torchrec"  # topology: places tables by what a step takes on the machines; torchrec: TorchRec's own planner
+    engine: str = "topology"  # topology: places tables by what a step takes on the machines; torchrec: TorchRec's own planner
     topology: str = ""  # the machines: a file, or a name in conf/topology; "" = hosts like this one, without measuring (engine=topology)
     plan_cache: str = ""  # folder of plans, to be found again for the same task on the same machines; "" = none (engine=topology)
 
