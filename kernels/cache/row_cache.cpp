@@ -16,6 +16,7 @@ Status RowCache::make(std::uint64_t cache_bytes, std::uint32_t stride_bytes, std
   cache->states_.resize(capacity);
   std::size_t num_entries = 1024;
   while (num_entries < 2 * capacity) num_entries *= 2;
+  cache->min_entries_ = num_entries;
   cache->rehash(num_entries);
   cache->announced_.resize(num_entries / 2);
   cache->announced_mask_ = num_entries / 2 - 1;
@@ -125,8 +126,18 @@ std::uint32_t RowCache::take_overflow(Status* status) {
   const std::uint32_t slot = free_overflow_.back();
   free_overflow_.pop_back();
   ++num_overflow_;
-  max_overflow_ = std::max(max_overflow_, num_overflow_);
   return slot;
+}
+
+void RowCache::drop_overflow() {
+  overflow_.clear();
+  free_overflow_ = std::vector<std::uint32_t>();
+  states_.resize(capacity_);
+  states_.shrink_to_fit();
+  if (entries_.size() > min_entries_) {
+    rehash(min_entries_);
+    entries_.shrink_to_fit();
+  }
 }
 
 void RowCache::release(std::uint32_t slot) {

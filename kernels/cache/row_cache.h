@@ -34,7 +34,7 @@ class RowCache {
   std::uint32_t capacity() const { return capacity_; }
   std::uint32_t num_used() const { return num_used_; }          // of capacity
   std::uint32_t num_overflow() const { return num_overflow_; }  // overflow slots in use
-  std::uint32_t max_overflow() const { return max_overflow_; }
+  bool holds_overflow_memory() const { return !overflow_.empty(); }
   std::uint64_t memory_bytes() const;
 
   // --- finding ---
@@ -84,6 +84,8 @@ class RowCache {
   // An unpinned slot to evict; kNoCacheSlot when all are pinned. `current_batch`: the batch in use now.
   std::uint32_t choose_victim(std::uint32_t current_batch);
   std::uint32_t take_overflow(Status* status);
+  // Gives the memory of all overflow slots back. REQUIRES: none is in use.
+  void drop_overflow();
   // Makes the slot findable. REQUIRES: taken, or erased just before.
   void insert(std::uint32_t slot, std::uint64_t key);
   // Forgets the key; the slot stays taken.
@@ -137,7 +139,6 @@ class RowCache {
   std::uint32_t hand_ = 0;
   std::uint32_t unprotected_batch_ = UINT32_MAX;  // look-ahead is ignored while this is the current batch
   std::uint32_t num_overflow_ = 0;
-  std::uint32_t max_overflow_ = 0;
   HugeBuffer slots_;
   std::vector<HugeBuffer> overflow_;
   std::vector<State> states_;
@@ -147,6 +148,7 @@ class RowCache {
   int shift_ = 0;                       // 64 - log2(entries)
   std::vector<Announced> announced_;    // direct-mapped, half as many as entries at first
   std::size_t announced_mask_ = 0;
+  std::size_t min_entries_ = 0;         // enough for `capacity` keys
 };
 
 }  // namespace kstep

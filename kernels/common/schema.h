@@ -73,7 +73,7 @@ struct InitSpec {
 };
 
 struct TableSpec {
-  std::uint32_t table_id = 0;  // the id written into records; unique within a store
+  std::uint32_t table_id = 0;  // < 2^20 in a store; unique there together with first_column
   std::string name;
   std::uint64_t num_rows = 0;  // row_id < num_rows <= 2^48
   std::uint32_t dim = 0;       // width of "weight"
@@ -82,7 +82,12 @@ struct TableSpec {
   std::uint64_t seed = 0;
   // Column of the whole table that is column 0 here: initial values are those of the whole table
   // however it is cut into column shards.
-  std::uint32_t first_column = 0;
+  std::uint32_t first_column = 0;  // < 2^12 in a store
+
+  // The number that stands for this table in records. Column shards of one table have the same table_id, because their
+  // initial values are those of one table, and different record ids.
+  static constexpr std::uint32_t kTableIdBits = 20;
+  std::uint32_t record_table_id() const { return table_id | first_column << kTableIdBits; }
 };
 
 }  // namespace kstep

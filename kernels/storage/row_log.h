@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "common/schema.h"
@@ -51,7 +52,7 @@ struct StoreContext {
   std::unique_ptr<IoEngine> reads;
   std::unique_ptr<IoEngine> writes;
   std::vector<std::unique_ptr<TableState>> tables;        // in the order given
-  std::vector<TableState*> table_of_id;                   // by table_id; null where there is none
+  std::unordered_map<std::uint32_t, TableState*> table_of_record_id;  // by TableSpec::record_table_id
   std::uint64_t next_segment_id = 1;
   std::uint32_t epoch = 0;                                // of the current append batch
   std::vector<std::uint64_t> path_bytes;                  // live bytes per path, for striping
@@ -64,8 +65,9 @@ struct StoreContext {
   std::uint64_t num_queue_samples = 0;
   Status poison;                                          // a failed sync: refuse all later writes
 
-  TableState* find_table(std::uint32_t table_id) const {
-    return table_id < table_of_id.size() ? table_of_id[table_id] : nullptr;
+  TableState* find_table(std::uint32_t record_table_id) const {
+    const auto found = table_of_record_id.find(record_table_id);
+    return found == table_of_record_id.end() ? nullptr : found->second;
   }
 };
 

@@ -24,7 +24,7 @@ Status RowLog::acquire(const Segment& segment, File** out) {
 Status RowLog::check_record(const ReadRow& row, const std::byte* record) const {
   RecordTail tail;
   const bool is_intact = read_record_tail(layout_, record, &tail);
-  if (is_intact && tail.row_id == row.row && tail.table_id == row.table->spec.table_id) return {};
+  if (is_intact && tail.row_id == row.row && tail.table_id == row.table->spec.record_table_id()) return {};
   const std::uint32_t ordinal = ordinal_of(row.slot);
   const std::string context = record_place(segment_path(segments_[ordinal]), layout_.offset_of(row.slot - first_slot(ordinal)));
   const std::string wanted = "row " + std::to_string(row.row) + " of table '" + row.table->spec.name + "'";

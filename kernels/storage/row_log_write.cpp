@@ -64,7 +64,7 @@ std::string RowLog::segment_path(const Segment& segment) const {
 Status RowLog::append(TableState* table, std::uint64_t row, const std::byte* payload) {
   const Stream stream = stream_for(table->index.find(row));
   KSTEP_RETURN_IF_ERROR(ensure_room(stream));
-  const RecordTail tail{row, table->spec.table_id, context_->epoch};
+  const RecordTail tail{row, table->spec.record_table_id(), context_->epoch};
   write_record(layout_, payload, tail, place(stream));
   commit(stream, table, tail);
   ++table->io.rows_written;

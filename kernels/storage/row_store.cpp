@@ -10,7 +10,8 @@ namespace kstep {
 namespace {
 
 constexpr std::size_t kMaxPaths = 16;
-constexpr std::uint32_t kMaxTableId = 1u << 20;
+constexpr std::uint32_t kMaxTableId = 1u << TableSpec::kTableIdBits;
+constexpr std::uint32_t kMaxFirstColumn = 1u << (32 - TableSpec::kTableIdBits);
 constexpr std::uint64_t kMaxRows = 1ull << 48;
 constexpr std::uint32_t kMaxQueueDepth = 1024;
 constexpr std::uint32_t kWriteDepth = 8;
@@ -116,8 +117,9 @@ Status RowStore::check_options() const {
   for (const TableSpec& table : options_.tables) {
     const std::string table_context = "table '" + table.name + "'";
     if (table.name.empty() || !names.insert(table.name).second) return Status::invalid(table_context, "names must be unique and not empty");
-    if (table.table_id >= kMaxTableId || !ids.insert(table.table_id).second) {
-      return Status::invalid(table_context, "table_id " + std::to_string(table.table_id) + " must be unique and below 2^20");
+    if (table.table_id >= kMaxTableId || table.first_column >= kMaxFirstColumn || !ids.insert(table.record_table_id()).second) {
+      return Status::invalid(table_context, "table_id " + std::to_string(table.table_id) + " with first_column " +
+                                                std::to_string(table.first_column) + " must be unique, below 2^20 and 2^12");
     }
     if (table.num_rows == 0 || table.num_rows > kMaxRows) {
       return Status::invalid(table_context, "num_rows must be 1 to 2^48, got " + std::to_string(table.num_rows));
@@ -215,8 +217,7 @@ Status RowStore::make_tables(const Manifest* restored) {
       logs_.push_back(std::make_unique<RowLog>(&context_, layout, options_.segment_bytes));
     }
     table->log = log_for(payload_bytes);
-    if (context_.table_of_id.size() <= spec.table_id) context_.table_of_id.resize(spec.table_id + 1);
-    context_.table_of_id[spec.table_id] = table.get();
+    context_.table_of_record_id[spec.record_table_id()] = table.get();
     context_.tables.push_back(std::move(table));
   }
   if (restored == nullptr) return {};

@@ -40,8 +40,7 @@ Status SnapshotReader::open(Env* env, const std::vector<std::string>& paths, con
       if (log->layout().payload_bytes == spec.schema.payload_bytes()) table->log = log.get();
     }
     if (table->log == nullptr) return Status::corruption("snapshot '" + name + "'", "table '" + spec.name + "' has no log");
-    if (context.table_of_id.size() <= spec.table_id) context.table_of_id.resize(spec.table_id + 1);
-    context.table_of_id[spec.table_id] = table.get();
+    context.table_of_record_id[spec.record_table_id()] = table.get();
     context.tables.push_back(std::move(table));
   }
   for (std::size_t i = 0; i < manifest.logs.size(); ++i) {
@@ -103,7 +102,7 @@ Status SnapshotReader::for_each_row(TableState* table, const std::function<Statu
         return Status::corruption(log->segment_path(log->segments()[ordinal]) + " at offset " + std::to_string(log->layout().offset_of(record)),
                                   "record checksum does not match");
       }
-      const bool is_newest = tail.table_id == table->spec.table_id && table->index.find(tail.row_id) == log->first_slot(ordinal) + record;
+      const bool is_newest = tail.table_id == table->spec.record_table_id() && table->index.find(tail.row_id) == log->first_slot(ordinal) + record;
       if (!is_newest) return Status();
       ++num_visited;
       return visit(tail.row_id, bytes);

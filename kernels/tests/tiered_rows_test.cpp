@@ -216,6 +216,35 @@ TEST(TieredRows, ABatchMuchLargerThanTheCacheKeepsEveryRow) {
   EXPECT_GT(source->counters()[0].at("overflow_rows"), 0.0);
 }
 
+// One huge batch must not take memory for the rest of the run.
+TEST(TieredRows, OverflowMemoryIsGivenBackWhenItIsNoLongerUsed) {
+  for (const bool by_flush : {true, false}) {
+    FaultyEnv env;
+    TieredOptions options = make_options(&env, {0, 2, IoBackend::Inline, 0});
+    options.store.tables = {make_table(0, "t", 50000, 16)};
+    options.cache_bytes = {100 * (128 + RowCache::kOverheadBytes)};
+    std::unique_ptr<TieredRows> source;
+    ASSERT_TRUE(TieredRows::make(options, &source).ok());
+    Model model(options.store.tables);
+    const std::uint64_t bytes_before = source->cache_memory_bytes();
+    Batch large, small;
+    large.rows.resize(1);
+    small.rows = {{1, 2, 3}};
+    for (std::uint64_t row = 0; row < 20000; ++row) large.rows[0].push_back(row * 2);
+    for (int turn = 0; turn < 2; ++turn) {
+      ASSERT_TRUE(step(source.get(), &model, large, true).ok());
+      EXPECT_GT(source->cache_memory_bytes(), bytes_before + (10000u << 7));
+      if (by_flush) {
+        ASSERT_TRUE(source->flush().ok());
+      } else {
+        for (int i = 0; i < 300; ++i) ASSERT_TRUE(step(source.get(), &model, small, true).ok());
+      }
+      EXPECT_EQ(source->cache_memory_bytes(), bytes_before);
+    }
+    EXPECT_TRUE(check_all(source.get(), model).ok());
+  }
+}
+
 // Rows found at the start of a round may be moved by the cleaner before the round reads them.
 TEST(TieredRows, CleaningInTheMiddleOfARoundMovesNoRowUnderItsReader) {
   FaultyEnv env;

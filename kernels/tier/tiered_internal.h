@@ -61,6 +61,7 @@ struct TieredRows::CacheClass {
   std::vector<std::uint32_t> miss_slots;
   std::vector<std::uint32_t> idle_overflow;  // unpinned overflow slots, to be emptied
   std::vector<std::uint32_t> waiting_overflow;
+  std::uint32_t num_calm_rounds = 0;         // since overflow slots were last in use
 };
 
 }  // namespace kstep

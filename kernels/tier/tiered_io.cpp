@@ -10,6 +10,8 @@ namespace {
 
 constexpr std::size_t kMaxMissesInRound = 8192;   // bounds how long an urgent pin waits for a running round
 constexpr std::uint64_t kRowsPerAppendBatch = 2048;
+// Overflow memory is kept while it is used again and again, and given back after so many rounds without.
+constexpr std::uint32_t kRoundsBeforeDrop = 256;
 constexpr std::size_t kEntryAhead = 16;           // rows looked up ahead, in two stages
 constexpr std::size_t kStateAhead = 8;
 
@@ -157,6 +159,7 @@ void TieredRows::run_round() {
   Status status = close_batch();
   if (status.ok()) status = drain_overflow();
   if (!status.ok()) background_status_ = status;
+  drop_overflow(kRoundsBeforeDrop);
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_caller_waiting_) cleaner_stall_s_ += seconds_since(start);
 }
@@ -223,6 +226,7 @@ TieredRows::Scan TieredRows::find_room(Job* job, CacheClass* cache_class, std::u
   if (!job->may_overflow) return Scan::Stalled;
   *slot = cache.take_overflow(status);
   ++counters_[job->table]->overflow_rows;
+  cache_class->num_calm_rounds = 0;
   return status->ok() ? Scan::Done : Scan::Failed;
 }
 
@@ -323,8 +327,18 @@ Status TieredRows::drain_overflow() {
       cache.release(slot);
     }
     cache_class->idle_overflow.swap(waiting);
+    if (cache.num_overflow() > 0) cache_class->num_calm_rounds = 0;
   }
   return status;
+}
+
+// Gives overflow memory back that `min_calm_rounds` rounds did without.
+void TieredRows::drop_overflow(std::uint32_t min_calm_rounds) {
+  for (const auto& cache_class : classes_) {
+    RowCache& cache = *cache_class->cache;
+    const bool is_calm = cache.num_overflow() == 0 && ++cache_class->num_calm_rounds >= min_calm_rounds;
+    if (is_calm && cache.holds_overflow_memory()) cache.drop_overflow();
+  }
 }
 
 Status TieredRows::flush_dirty() {
@@ -347,7 +361,9 @@ Status TieredRows::flush_dirty() {
     KSTEP_RETURN_IF_ERROR(status);
   }
   KSTEP_RETURN_IF_ERROR(close_batch());
-  return drain_overflow();
+  KSTEP_RETURN_IF_ERROR(drain_overflow());
+  drop_overflow(0);
+  return {};
 }
 
 }  // namespace kstep

@@ -90,6 +90,7 @@ class TieredRows final : public RowSource {
   void process_releases();
   void announce_new();
   Status drain_overflow();
+  void drop_overflow(std::uint32_t min_calm_rounds);
   void unpin_slots(Job* job);
   Status flush_dirty();
 

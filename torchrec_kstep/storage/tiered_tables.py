@@ -78,7 +78,7 @@ class TieredTables(RowGroup):
         """Opens the store of this rank, making its folders where there are none, and logs what memory it will take.
 
         Args:
-            tables: at least one; `table_id` and `name` unique.
+            tables: at least one; `name` unique, and `table_id` unique except for column shards, which differ in `first_column`.
             optimizer: how rows are updated, which says what a row's record holds.
             config: sizes and places of the host.
             restore: snapshot to continue from; None: no row has a record yet (snapshots on the paths are kept).
