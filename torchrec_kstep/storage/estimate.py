@@ -177,10 +177,15 @@ def _disk_bytes(layout: RecordLayout, tables: Sequence[tuple[TableSpec, int]], c
     if not records:
         return 0, 0
     units = -(-records // layout.records_per_unit) * layout.unit_bytes
-    entries = sum(rows * (_varint_bytes(table.table_id | table.first_column << 20) + _varint_bytes(table.num_rows * 3 // 4) + 1) for table, rows in tables)
+    entries = sum(rows * (_varint_bytes(_record_table_id(table)) + _varint_bytes(table.num_rows * 3 // 4) + 1) for table, rows in tables)
     overhead = layout.segment_header_bytes + _TRAILER_BYTES + _FOOTER_PAGE_BYTES // 2
     fresh = units + entries + _num_segments(units, config.num_segment_bytes) * overhead
     return fresh, round(config.space_factor * (fresh + _SMALL_STORE_BYTES))
+
+
+def _record_table_id(table: TableSpec) -> int:
+    """The number that stands for a table in records: column shards differ."""
+    return table.table_id | table.first_column << 20
 
 
 def _num_segments(unit_bytes: int, segment_bytes: int) -> int:
