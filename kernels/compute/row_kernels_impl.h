@@ -10,11 +10,14 @@
 namespace kstep {
 namespace {
 
-constexpr std::size_t kRowsAhead = 3;        // rows of payload fetched ahead of an update
-constexpr std::size_t kPositionsAhead = 10;  // rows fetched ahead of a gather
-// Gradients fetched ahead of a reduction, in sorted positions: further than rows, because gradients of neighbouring
-// positions lie on different pages and each costs a page walk. Measured: 20 % of a backward with few duplicates.
-constexpr std::int32_t kGradsAhead = 12;
+constexpr std::size_t kPositionsAhead = 10;       // rows fetched ahead of a gather
+constexpr std::size_t kSmallPositionsAhead = 24;  // the same for rows of at most two lines, which take less time each
+// Rows and gradients fetched ahead of an update. Both go to the L2 cache and far ahead: an update takes long enough that lines
+// asked for into the L1 cache fill its 16 line buffers and hold up the loads of the row in work. Of a row every other line is
+// asked for: the L2 cache's own prefetcher brings the neighbour without a line buffer. Gradients of neighbouring positions lie on
+// different pages, so each costs a page walk and is asked for line by line.
+constexpr std::size_t kRowsAhead = 16;
+constexpr std::int32_t kGradsAhead = 24;
 constexpr std::size_t kMaxPrefetchBytes = 1024;  // the rest of a longer row comes by the hardware's own prefetcher
 constexpr int kLanes = 16;
 
@@ -23,11 +26,23 @@ KSTEP_INLINE int width(std::uint32_t dim) {
   return kDim != 0 ? kDim : static_cast<int>(dim);
 }
 
+// kStrideBytes: one line in each so many bytes. kLocality: as of __builtin_prefetch, 3 for the L1 cache and 2 for the L2.
+template <int kStrideBytes, int kLocality>
 KSTEP_INLINE void prefetch(const void* address, std::size_t bytes) {
   const char* line = static_cast<const char*>(address);
   const std::size_t end = bytes < kMaxPrefetchBytes ? bytes : kMaxPrefetchBytes;
-  for (std::size_t at = 0; at < end; at += kCacheLineBytes) __builtin_prefetch(line + at);
+  for (std::size_t at = 0; at < end; at += kStrideBytes) __builtin_prefetch(line + at, 0, kLocality);
 }
+
+// The weights of a row that a lookup copies soon.
+KSTEP_INLINE void prefetch_weights(const void* payload, std::size_t bytes) { prefetch<kCacheLineBytes, 3>(payload, bytes); }
+
+KSTEP_INLINE std::int64_t positions_ahead(std::size_t row_bytes) {
+  return static_cast<std::int64_t>(row_bytes <= 2 * kCacheLineBytes ? kSmallPositionsAhead : kPositionsAhead);
+}
+
+// A whole row that an update needs later.
+KSTEP_INLINE void prefetch_payload(const void* payload, std::size_t bytes) { prefetch<2 * kCacheLineBytes, 2>(payload, bytes); }
 
 KSTEP_INLINE void fence_streams(bool streamed) {
 #if defined(__x86_64__)
@@ -104,15 +119,18 @@ template <int kDim>
 void gather_pooled(const PooledArgs& a, std::size_t bag_begin, std::size_t bag_end) {
   const int dim = width<kDim>(a.dim);
   const std::size_t row_bytes = static_cast<std::size_t>(dim) * sizeof(float);
-  const std::int64_t last = a.offsets[bag_end];
+  const std::int64_t last = a.offsets[bag_end], num_ahead = positions_ahead(row_bytes);
+  for (std::int64_t i = a.offsets[bag_begin]; i < last && i < a.offsets[bag_begin] + num_ahead; ++i) {
+    if (a.inverse[i] >= 0) prefetch_weights(a.payload[a.inverse[i]], row_bytes);
+  }
   bool streamed = false;
   for (std::size_t bag = bag_begin; bag < bag_end; ++bag) {
     const std::int64_t begin = a.offsets[bag], end = a.offsets[bag + 1];
     float* out = a.out + bag * a.out_stride;
     std::int64_t count = 0;
     for (std::int64_t i = begin; i < end; ++i) {
-      const std::int64_t ahead = i + static_cast<std::int64_t>(kPositionsAhead);
-      if (ahead < last && a.inverse[ahead] >= 0) prefetch(a.payload[a.inverse[ahead]], row_bytes);
+      const std::int64_t ahead = i + num_ahead;
+      if (ahead < last && a.inverse[ahead] >= 0) prefetch_weights(a.payload[a.inverse[ahead]], row_bytes);
       if (a.inverse[i] < 0) continue;
       const float* __restrict row = weight_of(a.payload[a.inverse[i]]);
       ++count;
@@ -144,8 +162,8 @@ void gather_rows(const GatherArgs& a, std::size_t position_begin, std::size_t po
   const std::size_t row_bytes = static_cast<std::size_t>(dim) * sizeof(float);
   const bool stream = a.stream && can_stream(a.out, dim);
   for (std::size_t i = position_begin; i < position_end; ++i) {
-    const std::size_t ahead = i + kPositionsAhead;
-    if (ahead < position_end && a.inverse[ahead] >= 0) prefetch(a.payload[a.inverse[ahead]], row_bytes);
+    const std::size_t ahead = i + static_cast<std::size_t>(positions_ahead(row_bytes));
+    if (ahead < position_end && a.inverse[ahead] >= 0) prefetch_weights(a.payload[a.inverse[ahead]], row_bytes);
     float* out = a.out + i * static_cast<std::size_t>(dim);
     if (a.inverse[i] < 0) {
       for (int j = 0; j < dim; ++j) out[j] = 0.0f;
@@ -172,7 +190,7 @@ void weight_grads(const WeightGradArgs& a, std::size_t bag_begin, std::size_t ba
 
 // Asks for the gradient that is needed kGradsAhead positions later; `last` ends the positions of the running range.
 KSTEP_INLINE void prefetch_gradient(const ReduceArgs& a, std::int32_t k, std::int32_t last, std::size_t grad_bytes) {
-  if (k + kGradsAhead < last) prefetch(a.grad + a.grad_offsets[a.positions[k + kGradsAhead]], grad_bytes);
+  if (k + kGradsAhead < last) prefetch<kCacheLineBytes, 2>(a.grad + a.grad_offsets[a.positions[k + kGradsAhead]], grad_bytes);
 }
 
 // Sum of a row's gradients in ascending position. Returns `acc`, or the gradient itself where there is just one.
@@ -346,7 +364,7 @@ void reduce_update(const ReduceArgs& a, const UpdateParams& p, std::size_t row_b
   const std::int32_t last = a.row_offsets[row_end];
   alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
   for (std::size_t row = row_begin; row < row_end; ++row) {
-    if (row + kRowsAhead < row_end) prefetch(a.payload[row + kRowsAhead], p.layout.payload_bytes);
+    if (row + kRowsAhead < row_end) prefetch_payload(a.payload[row + kRowsAhead], p.layout.payload_bytes);
     const float* g = reduce_row<kDim>(a, dim, row, last, acc);
     update_row<kDim>(p, a.payload[row], g, a.row_offsets[row + 1] - a.row_offsets[row], nullptr, a.unique_rows[row], acc);
   }
@@ -357,7 +375,7 @@ void apply_update(const ApplyArgs& a, const UpdateParams& p, std::size_t row_beg
   const std::size_t dim = p.layout.dim;
   alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
   for (std::size_t row = row_begin; row < row_end; ++row) {
-    if (row + kRowsAhead < row_end) prefetch(a.payload[row + kRowsAhead], p.layout.payload_bytes);
+    if (row + kRowsAhead < row_end) prefetch_payload(a.payload[row + kRowsAhead], p.layout.payload_bytes);
     update_row<kDim>(p, a.payload[row], a.row_grads + row * dim, a.counts[row], a.scales != nullptr ? a.scales + row : nullptr,
                      a.unique_rows[row], acc);
   }
@@ -368,7 +386,7 @@ void row_norms(const NormArgs& a, std::uint32_t dim_, std::size_t row_begin, std
   const int dim = width<kDim>(dim_);
   alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
   for (std::size_t row = row_begin; row < row_end; ++row) {
-    if (row + kRowsAhead < row_end) prefetch(a.payload[row + kRowsAhead], static_cast<std::size_t>(dim) * sizeof(float));
+    if (row + kRowsAhead < row_end) prefetch_weights(a.payload[row + kRowsAhead], static_cast<std::size_t>(dim) * sizeof(float));
     const float* w = weight_of(a.payload[row]);
     const float* g = a.row_grads + row * static_cast<std::size_t>(dim);
     if (a.l2 != 0.0f) {

@@ -9,8 +9,9 @@
 namespace kstep {
 namespace {
 
-constexpr std::size_t kBagsPerTask = 64;    // output of one task stays in the L2 cache: 64 bags x 26 features x 64 floats = 416 KiB
-constexpr std::size_t kRowsPerTask = 256;
+constexpr std::size_t kBagsPerTask = 64;
+constexpr std::size_t kTaskOutputBytes = 416 << 10;  // what one task of a pooled forward writes stays in the L2 cache
+constexpr std::size_t kRowsPerTask = 1024;  // the first rows of a task are not prefetched
 constexpr std::size_t kMapBagsPerTask = 4096;
 constexpr std::size_t kRowsPerPin = std::size_t{1} << 14;  // of a walk over all touched rows: bounds what is pinned at once
 // Beyond this an output is written around the cache: it would be evicted before anyone reads it.
@@ -19,6 +20,12 @@ constexpr std::size_t kStreamBytes = std::size_t{8} << 20;
 template <typename T>
 void grow(std::vector<T>* scratch, std::size_t size) {
   if (scratch->size() < size) scratch->resize(size);
+}
+
+// Bags of one task of a pooled forward, whose bags are `bag_floats` long; at least four tasks a thread where there are many.
+std::size_t bags_per_task(std::size_t bag_floats, std::size_t batch_size, int num_threads) {
+  const std::size_t wanted = std::min(kTaskOutputBytes / (bag_floats * sizeof(float)), batch_size / (4 * static_cast<std::size_t>(num_threads)));
+  return std::min(std::max(wanted, kBagsPerTask), 8 * kBagsPerTask);
 }
 
 std::size_t num_blocks(std::size_t n, std::size_t block) { return (n + block - 1) / block; }
@@ -123,8 +130,9 @@ Status TableGroup::pooled_forward(const Lookup& lookup, Pooling pooling, const f
   KSTEP_RETURN_IF_ERROR(pins.pin(lookup.unique_rows, lookup.table_offsets, PinMode::Read));
   place_features(lookup, true);
   const bool stream = lookup.batch_size * out_stride * sizeof(float) >= kStreamBytes;
-  parallel_tasks(num_threads, num_blocks(lookup.batch_size, kBagsPerTask), [&](std::size_t task) {
-    const std::size_t begin = task * kBagsPerTask, end = std::min(lookup.batch_size, begin + kBagsPerTask);
+  const std::size_t num_bags = bags_per_task(out_stride, lookup.batch_size, num_threads);
+  parallel_tasks(num_threads, num_blocks(lookup.batch_size, num_bags), [&](std::size_t task) {
+    const std::size_t begin = task * num_bags, end = std::min(lookup.batch_size, begin + num_bags);
     for (std::size_t f = 0; f < lookup.num_features; ++f) {
       const PooledArgs args{payload_.data(), lookup.inverse, weights, lookup.offsets + f * lookup.batch_size,
                             out + feature_begin_[f], out_stride, static_cast<std::uint32_t>(dim_of_feature(lookup, f)),
