@@ -113,13 +113,13 @@ class Contenders:
         return answers
 
 
-def build() -> Path:
-    """Compiles the native driver and returns it."""
-    for command in (["cmake", "-S", "benchmarks/native", "-B", str(BUILD), "-G", "Ninja"], ["ninja", "-C", str(BUILD), "row_store_bench"]):
+def build(target: str = "row_store_bench") -> Path:
+    """Compiles a native driver and returns it."""
+    for command in (["cmake", "-S", "benchmarks/native", "-B", str(BUILD), "-G", "Ninja"], ["ninja", "-C", str(BUILD), target]):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return BUILD / "row_store_bench"
+    return BUILD / target
 
 
 def record_raw(run: Harness, program: Path, workload: Workload, folder: Path | None) -> None:

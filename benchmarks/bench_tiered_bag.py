@@ -3,8 +3,9 @@
 All sides hold equal tables and read the same ids: 26 tables, 1 GiB of weights in all, a global batch of 8192 single-valued
 bags per table. Ours updates with Adam (two states a weight); `fbgemm_tbe_adagrad` is FBGEMM's CPU kernel with EXACT_ADAGRAD
 (one state; it has no Adam on CPU); `sparse_adam` is `nn.EmbeddingBag(sparse=True)` over one table of all rows with
-`torch.optim.SparseAdam`. `memory_limit` is a non-temporal copy on the same threads, against 2 x record x unique rows + 4 x dim x
-lookups bytes.
+`torch.optim.SparseAdam`. Bandwidth counts 2 x record x unique rows + 4 x dim x lookups bytes a backward: `memory_limit` is a
+non-temporal copy on the same threads; `gather_limit` a bare loop that only reads and writes the same rows, prefetched alike, and reads
+the same gradients. `native_*` are the C++ calls without PyTorch (`native/row_kernels_bench.cpp`), gradients on huge pages.
 """
 
 import statistics
@@ -21,7 +22,8 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 
-from benchmarks._harness import Contender, Harness
+from benchmarks._harness import Contender, Harness, case_text
+from benchmarks.bench_row_store import build
 from torchrec_kstep.ops import kernels
 from torchrec_kstep.ops.batch import RowGradients, TableSpec
 from torchrec_kstep.ops.row_group import RowGroup
@@ -163,6 +165,7 @@ def unique_rows(turn: Turn, group: RowGroup, setting: Setting) -> float:
 
 def compare_training(run: Harness, setting: Setting, kinds: tuple[str, ...]) -> None:
     """Forward and backward rows against both peers, and the backward's share of the memory limit."""
+    program = build("row_kernels_bench")
     grad = torch.randn(setting.batch_size, NUM_TABLES * setting.dim)
     group = our_group(setting)
     sides = {
@@ -180,6 +183,7 @@ def compare_training(run: Harness, setting: Setting, kinds: tuple[str, ...]) -> 
         run.compare(setting.case("backward", kind), backward.pop(""), backward)
         compare_with_memory(run, setting, kind, unique_rows(sides[""].turn, group, setting))
         compare_bare_backward(run, setting, kind, group, grad, sides["fbgemm_tbe_adagrad"], batches)
+        compare_native(run, setting, kind, program)
 
 
 def compare_with_memory(run: Harness, setting: Setting, kind: str, num_unique: float) -> None:
@@ -188,6 +192,23 @@ def compare_with_memory(run: Harness, setting: Setting, kind: str, num_unique: f
     limit = memory_limit_bytes_per_s(setting.threads, 64 * MIB if run.quick else GIB)
     ours = num_bytes / (run.rows[-1].value * 1e-3)
     run.record(setting.case("backward", kind), "bandwidth", "GB/s", ours / 1e9, "memory_limit", limit / 1e9, higher_is_better=True)
+
+
+def compare_native(run: Harness, setting: Setting, kind: str, program: Path) -> None:
+    """The C++ calls without PyTorch against FBGEMM's last measured ones, and against touching the same memory."""
+    weight_bytes = 4 * setting.dim * NUM_TABLES * setting.num_rows
+    command = [program, setting.dim, kind, setting.threads, weight_bytes, setting.batch_size, run.num_rounds]
+    output = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True, timeout=300).stdout
+    lines = [line.split() for line in output.splitlines() if not line.startswith("unique_rows")]
+    ms = {name: float(wall_ms) for name, wall_ms, _, _ in lines}
+    rate = {name: float(num_bytes) / (float(wall_ms) * 1e-3) / 1e9 for name, wall_ms, _, num_bytes in lines}
+    for op, value in (("forward", ms["dedup"] + ms["forward"]), ("backward", ms["backward"])):
+        measured = case_text(setting.case(op, kind))
+        tbe_ms = next(row.peer_value for row in run.rows if row.case == measured and row.peer == "fbgemm_tbe_adagrad")
+        run.record(setting.case(f"native_{op}", kind), "time", "ms", value, "fbgemm_tbe_adagrad", tbe_ms)
+    case = setting.case("native_backward", kind)
+    for peer, limit in (("gather_limit", "touch_rows_and_grads"), ("memory_limit", "stream_copy")):
+        run.record(case, "bandwidth", "GB/s", rate["backward"], peer, rate[limit], higher_is_better=True)
 
 
 def compare_bare_backward(

@@ -19,6 +19,13 @@
 
 namespace kstep {
 
+// Turns of a random schedule. The thread sanitizer makes a turn ten to thirty times slower, and a race shows in any of them.
+#if defined(__SANITIZE_THREAD__)
+constexpr int kScheduleTurns = 20;
+#else
+constexpr int kScheduleTurns = 150;
+#endif
+
 class FaultyEnv : public Env {
  public:
   enum class Op { Read, Write, Sync, SyncDir, Rename, Link, Open };

@@ -111,7 +111,7 @@ TEST_P(RowStoreSchedules, EqualAPlainMap) {
   Model model;
   std::map<std::string, Model> snapshots;
   std::uint64_t version = 0;
-  for (int turn = 0; turn < 150; ++turn) {
+  for (int turn = 0; turn < kScheduleTurns; ++turn) {
     const auto choice = rng() % 20;
     if (choice < 14) {
       const Status status = write_rows(store.get(), &model, random_keys(&rng, *store, 1 + rng() % 300), ++version);

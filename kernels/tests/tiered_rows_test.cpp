@@ -159,7 +159,7 @@ TEST_P(TieredSchedules, EqualAPlainMap) {
   Model model(options.store.tables);
   std::deque<Batch> ahead;
   int num_snapshots = 0;
-  for (int turn = 0; turn < 120; ++turn) {
+  for (int turn = 0; turn < kScheduleTurns; ++turn) {
     while (ahead.size() < config.depth + rng() % 4) {
       ahead.push_back(random_batch(&rng, options.store.tables, 300));
       ASSERT_TRUE(prefetch(source.get(), ahead.back()).ok());
