@@ -18,6 +18,7 @@ constexpr std::size_t kSmallPositionsAhead = 24;  // the same for rows of at mos
 // different pages, so each costs a page walk and is asked for line by line.
 constexpr std::size_t kRowsAhead = 16;
 constexpr std::int32_t kGradsAhead = 24;
+constexpr std::size_t kShortPayloadBytes = 384;   // of a row up to this, every line
 constexpr std::size_t kMaxPrefetchBytes = 1024;  // the rest of a longer row comes by the hardware's own prefetcher
 constexpr int kLanes = 16;
 
@@ -42,7 +43,13 @@ KSTEP_INLINE std::int64_t positions_ahead(std::size_t row_bytes) {
 }
 
 // A whole row that an update needs later.
-KSTEP_INLINE void prefetch_payload(const void* payload, std::size_t bytes) { prefetch<2 * kCacheLineBytes, 2>(payload, bytes); }
+KSTEP_INLINE void prefetch_payload(const void* payload, std::size_t bytes) {
+  if (bytes <= kShortPayloadBytes) {
+    prefetch<kCacheLineBytes, 2>(payload, bytes);
+  } else {
+    prefetch<2 * kCacheLineBytes, 2>(payload, bytes);
+  }
+}
 
 KSTEP_INLINE void fence_streams(bool streamed) {
 #if defined(__x86_64__)
