@@ -15,10 +15,11 @@ constexpr std::size_t kSmallPositionsAhead = 24;  // the same for rows of at mos
 // Rows and gradients fetched ahead of an update. Both go to the L2 cache and far ahead: an update takes long enough that lines
 // asked for into the L1 cache fill its 16 line buffers and hold up the loads of the row in work. Of a row every other line is
 // asked for: the L2 cache's own prefetcher brings the neighbour without a line buffer. Gradients of neighbouring positions lie on
-// different pages, so each costs a page walk and is asked for line by line.
-constexpr std::size_t kRowsAhead = 16;
-constexpr std::int32_t kGradsAhead = 24;
-constexpr std::size_t kShortPayloadBytes = 384;   // of a row up to this, every line
+// different pages, so each costs a page walk and is asked for line by line. Measured with dim 64: 9 % of a backward with few
+// duplicates. Short rows (dim 16) lose by it; they are fetched into the L1 cache, just ahead.
+constexpr std::size_t kRowsAhead = 16, kShortRowsAhead = 3;
+constexpr std::int32_t kGradsAhead = 24, kShortGradsAhead = 12;
+constexpr std::size_t kShortPayloadBytes = 384, kShortGradBytes = 128;
 constexpr std::size_t kMaxPrefetchBytes = 1024;  // the rest of a longer row comes by the hardware's own prefetcher
 constexpr int kLanes = 16;
 
@@ -42,12 +43,12 @@ KSTEP_INLINE std::int64_t positions_ahead(std::size_t row_bytes) {
   return static_cast<std::int64_t>(row_bytes <= 2 * kCacheLineBytes ? kSmallPositionsAhead : kPositionsAhead);
 }
 
-// A whole row that an update needs later.
-KSTEP_INLINE void prefetch_payload(const void* payload, std::size_t bytes) {
+// Asks for the row that an update needs some rows after `row`.
+KSTEP_INLINE void prefetch_update(std::byte* const* payload, std::size_t row, std::size_t row_end, std::size_t bytes) {
   if (bytes <= kShortPayloadBytes) {
-    prefetch<kCacheLineBytes, 2>(payload, bytes);
-  } else {
-    prefetch<2 * kCacheLineBytes, 2>(payload, bytes);
+    if (row + kShortRowsAhead < row_end) prefetch<kCacheLineBytes, 3>(payload[row + kShortRowsAhead], bytes);
+  } else if (row + kRowsAhead < row_end) {
+    prefetch<2 * kCacheLineBytes, 2>(payload[row + kRowsAhead], bytes);
   }
 }
 
@@ -195,9 +196,13 @@ void weight_grads(const WeightGradArgs& a, std::size_t bag_begin, std::size_t ba
   }
 }
 
-// Asks for the gradient that is needed kGradsAhead positions later; `last` ends the positions of the running range.
+// Asks for the gradient that is needed some positions after `k`; `last` ends the positions of the running range.
 KSTEP_INLINE void prefetch_gradient(const ReduceArgs& a, std::int32_t k, std::int32_t last, std::size_t grad_bytes) {
-  if (k + kGradsAhead < last) prefetch<kCacheLineBytes, 2>(a.grad + a.grad_offsets[a.positions[k + kGradsAhead]], grad_bytes);
+  if (grad_bytes <= kShortGradBytes) {
+    if (k + kShortGradsAhead < last) prefetch<kCacheLineBytes, 3>(a.grad + a.grad_offsets[a.positions[k + kShortGradsAhead]], grad_bytes);
+  } else if (k + kGradsAhead < last) {
+    prefetch<kCacheLineBytes, 2>(a.grad + a.grad_offsets[a.positions[k + kGradsAhead]], grad_bytes);
+  }
 }
 
 // Sum of a row's gradients in ascending position. Returns `acc`, or the gradient itself where there is just one.
@@ -371,7 +376,7 @@ void reduce_update(const ReduceArgs& a, const UpdateParams& p, std::size_t row_b
   const std::int32_t last = a.row_offsets[row_end];
   alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
   for (std::size_t row = row_begin; row < row_end; ++row) {
-    if (row + kRowsAhead < row_end) prefetch_payload(a.payload[row + kRowsAhead], p.layout.payload_bytes);
+    prefetch_update(a.payload, row, row_end, p.layout.payload_bytes);
     const float* g = reduce_row<kDim>(a, dim, row, last, acc);
     update_row<kDim>(p, a.payload[row], g, a.row_offsets[row + 1] - a.row_offsets[row], nullptr, a.unique_rows[row], acc);
   }
@@ -382,7 +387,7 @@ void apply_update(const ApplyArgs& a, const UpdateParams& p, std::size_t row_beg
   const std::size_t dim = p.layout.dim;
   alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
   for (std::size_t row = row_begin; row < row_end; ++row) {
-    if (row + kRowsAhead < row_end) prefetch_payload(a.payload[row + kRowsAhead], p.layout.payload_bytes);
+    prefetch_update(a.payload, row, row_end, p.layout.payload_bytes);
     update_row<kDim>(p, a.payload[row], a.row_grads + row * dim, a.counts[row], a.scales != nullptr ? a.scales + row : nullptr,
                      a.unique_rows[row], acc);
   }
