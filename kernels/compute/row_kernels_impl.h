@@ -398,7 +398,7 @@ void row_norms(const NormArgs& a, std::uint32_t dim_, std::size_t row_begin, std
   const int dim = width<kDim>(dim_);
   alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
   for (std::size_t row = row_begin; row < row_end; ++row) {
-    if (row + kRowsAhead < row_end) prefetch_weights(a.payload[row + kRowsAhead], static_cast<std::size_t>(dim) * sizeof(float));
+    if (row + kShortRowsAhead < row_end) prefetch_weights(a.payload[row + kShortRowsAhead], static_cast<std::size_t>(dim) * sizeof(float));
     const float* w = weight_of(a.payload[row]);
     const float* g = a.row_grads + row * static_cast<std::size_t>(dim);
     if (a.l2 != 0.0f) {
