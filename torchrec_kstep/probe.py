@@ -100,9 +100,9 @@ def _exchange(world: World, seconds: float, tell: Callable[[str], None]) -> tupl
     """Exchange among the ranks of the first host, and bytes per second between hosts (0 for one host). Collective."""
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     size = world.local_world_size
-    own = [dist.new_group(list(range(first, first + size))) for first in range(0, world.world_size, size)]
+    own = [dist.new_group(list(range(first, first + size)), timeout=_TIMEOUT) for first in range(0, world.world_size, size)]
     firsts = list(range(0, world.world_size, size))
-    between = dist.new_group(firsts) if world.num_hosts > 1 else None
+    between = dist.new_group(firsts, timeout=_TIMEOUT) if world.num_hosts > 1 else None
     dist.barrier()  # the first rank comes late
     exchange = this_machine().hosts[0].exchange
     if size > 1:

@@ -85,7 +85,7 @@ def test_planning_takes_the_quota_on_ssd_for_the_memory_of_a_rank(tmp_path: Path
     (sharder,) = build_sharders(PlannerConfig(kernel="tiered"), OptimConfig(), tiers, world=world)
     assert sharder.tier_bytes_per_rank == 4 * TIB
     model = build_model(ModelConfig(mlp=[4], embedding_dim=64), make_schema([4_000_000_000]), torch.device("meta"))
-    plan = plan_alone(model, PlannerConfig(kernel="tiered"), world, [sharder], batch_size=8)
+    plan = plan_alone(model, PlannerConfig(kernel="tiered", engine="torchrec"), world, [sharder], batch_size=8)
     assert {shard.kernel for shard in placed_shards(plan, find_tables(model))} == {"customized_kernel"}
     (free,) = build_sharders(PlannerConfig(kernel="tiered"), OptimConfig(), replace(tiers, ssd_bytes=""), world=world)
     assert 0 < free.tier_bytes_per_rank < shutil.disk_usage(tmp_path).total
