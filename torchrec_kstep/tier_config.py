@@ -70,7 +70,7 @@ class TierConfig:
             faults.append(f"dram_bytes is {self.dram_bytes}, expected 0 or more")
         if not 1 <= len(self.ssd_paths) <= MAX_PATHS:
             faults.append(f"{len(self.ssd_paths)} ssd_paths, expected 1 to {MAX_PATHS}")
-        if len({Path(path).absolute() for path in self.ssd_paths}) < len(self.ssd_paths):
+        if len({Path(path).resolve() for path in self.ssd_paths}) < len(self.ssd_paths):
             faults.append(f"an ssd_path is given twice: {', '.join(map(str, self.ssd_paths))}")
         if not _MIN_SEGMENT_BYTES <= segment_bytes <= _MAX_SEGMENT_BYTES:
             expected = f"{format_bytes(_MIN_SEGMENT_BYTES)} to {format_bytes(_MAX_SEGMENT_BYTES)}"

@@ -4,6 +4,7 @@ Layer: multiprocess.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +191,21 @@ def test_another_place_or_another_run_in_it_is_refused_by_name(tmp_path: Path, w
         start(on_ssd(config, tmp_path / "moved"), world, TinyDataset(), run_dir)
     assert_refused(config, world, tmp_path / "other", rf"{tmp_path}/ssd.*holds checkpoints of another run: step 3 of {run_dir}/checkpoints")
     loop, state = start(config, world, TinyDataset(), run_dir)
+    assert state.step == 3
+    close_stores(loop)
+
+
+def test_a_copied_run_directory_may_not_use_the_stores_of_the_original(tmp_path: Path, world: World) -> None:
+    """Both have one identity, so each would delete the snapshots that the other relies on. A moved one goes on."""
+    config, run_dir = config_on(tmp_path, train__max_steps=3), tmp_path / "run"
+    run(config, world, run_dir)
+    shutil.copytree(run_dir, tmp_path / "copy")
+    assert_refused(
+        config, world, tmp_path / "copy", rf"belongs to the checkpoints in {run_dir}/checkpoints, of which .*/copy/checkpoints is a copy"
+    )
+    (tmp_path / "copy").rename(tmp_path / "kept")
+    shutil.rmtree(run_dir)
+    loop, state = start(config, world, TinyDataset(), tmp_path / "kept")
     assert state.step == 3
     close_stores(loop)
 

@@ -18,12 +18,11 @@ from torchrec_kstep.checkpoint.files import remove_folder, verify_file
 from torchrec_kstep.checkpoint.manifest import MANIFEST_NAME, Manifest, Scalar, differences, read_manifest
 from torchrec_kstep.checkpoint.state import Slot, TrainState, flatten, random_state, set_random_state
 from torchrec_kstep.checkpoint.storage import JsonLoadPlanner, JsonSavePlanner, SnapshotReader, SnapshotWriter
-from torchrec_kstep.checkpoint.stores import HOW_TO_CHANGE, RunStores, StoreReference, agree_on_run_id
+from torchrec_kstep.checkpoint.stores import HOW_TO_CHANGE, RUN_ID_NAME, RunStores, StoreReference, agree_on_run_id, note_of
 from torchrec_kstep.errors import CheckpointError
 
 _NAME = re.compile(r"step_(\d{10})")
 _LEFTOVER = re.compile(r"step_\d{10}\.(tmp|deleted)")
-_RUN_ID_NAME = "run_id"
 _SHOWN_DIFFERENCES = 8
 
 
@@ -68,11 +67,14 @@ class CheckpointManager:
         """Removes what interrupted saves left: half checkpoints, and snapshots of row stores to which none refers. Collective.
 
         Raises:
-            CheckpointError: on all ranks: a row store holds checkpoints of another run.
+            CheckpointError: on all ranks: a row store holds checkpoints of another run, or of the folder of which this one is a copy.
         """
         if dist.get_rank() == 0 and self._folder.is_dir():
             self._remove_leftovers()
-        self._remove_unused_snapshots(RunStores.find(_slots(dmp.state_dict(), optimizer.state_dict())))
+        stores = RunStores.find(_slots(dmp.state_dict(), optimizer.state_dict()))
+        if stores.names and (run_id := agree_on_run_id(self._folder / RUN_ID_NAME, makes_one=False)) is not None:
+            stores.refuse_copies(run_id, self._folder)
+        self._remove_unused_snapshots(stores)
 
     def save(self, state: TrainState, dmp: DistributedModelParallel, optimizer: KeyedOptimizer) -> None:
         """Saves weights, optimizer states, `state` and every rank's random streams, then removes old checkpoints. Collective.
@@ -178,15 +180,15 @@ class CheckpointManager:
         if step in self._steps_of_rank_0():
             raise CheckpointError(f"{self._folder / _name(step)} exists already: a published checkpoint is never overwritten")
         self._remove_unused_snapshots(stores)  # one of this very step may be left over
-        run_id = agree_on_run_id(self._folder / _RUN_ID_NAME, makes_one=True)
+        run_id = agree_on_run_id(self._folder / RUN_ID_NAME, makes_one=True)
         assert run_id is not None
-        return stores.snapshot(run_id, step, note=f"step {step} of {self._folder.absolute()}")
+        return stores.snapshot(run_id, step, note=note_of(step, self._folder))
 
     def _remove_unused_snapshots(self, stores: RunStores) -> None:
         """Removes the snapshots of row stores that belong to no published checkpoint. Collective."""
         if not stores.names:
             return
-        run_id = agree_on_run_id(self._folder / _RUN_ID_NAME, makes_one=not self._copies_stores)
+        run_id = agree_on_run_id(self._folder / RUN_ID_NAME, makes_one=not self._copies_stores)
         if run_id is not None:
             stores.remove_unused(run_id, self._steps_of_rank_0())
 

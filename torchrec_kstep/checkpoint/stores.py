@@ -26,7 +26,10 @@ from torchrec_kstep.storage.snapshot import read_manifest
 from torchrec_kstep.storage.tiered_tables import TieredTables
 
 SNAPSHOT_NAME = re.compile(r"checkpoint-([0-9a-f]{12})-(\d{10})")
+RUN_ID_NAME = "run_id"  # of the file beside checkpoints
 _RUN_ID = re.compile(r"[0-9a-f]{12}")
+_NOTE = re.compile(r"step \d+ of (.+)")
+_SHOWN_PARTS = 3  # of the checkpoint and of the run, each
 
 
 @dataclass(frozen=True)
@@ -179,13 +182,14 @@ class RunStores:
         ours = {part for folder, parts in self.parts.items() for part in _placed(folder, parts)}
         if theirs == ours:
             return
-        lines = [f"checkpoint has {_shown(part)}" for part in sorted(theirs - ours, key=str)]
-        lines += [f"this run has {_shown(part)}" for part in sorted(ours - theirs, key=str)]
-        more = [f"and {len(lines) - 6} more"] if len(lines) > 6 else []
+        saved = [f"checkpoint has {_shown(part)}" for part in sorted(theirs - ours, key=_by_table)]
+        found = [f"this run has {_shown(part)}" for part in sorted(ours - theirs, key=_by_table)]
+        lines = [*saved[:_SHOWN_PARTS], *found[:_SHOWN_PARTS]]
+        more = [f"and {num} more"] if (num := len(saved) + len(found) - len(lines)) else []
         raise CheckpointError(
             f"rank {dist.get_rank()}: {checkpoint} keeps its tables in row stores that lie otherwise than those of this run:\n  "
-            + "\n  ".join(lines[:6] + more)
-            + f"\n{HOW_TO_CHANGE}"
+            + "\n  ".join(lines + more)
+            + f"\nWhere tables lie follows from tiers.*, planner.*, kstep.k and optim.*: set those as they were saved. {HOW_TO_CHANGE}"
         )
 
     def restore(self, references: Sequence[StoreReference]) -> None:
@@ -221,6 +225,28 @@ class RunStores:
 
         agree(work)
 
+    def refuse_copies(self, run_id: str, checkpoints: Path) -> None:
+        """Makes sure that no other folder of checkpoints, which was copied with its identity, relies on these stores. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: the folder that made a snapshot is still there, and it is not `checkpoints`.
+        """
+
+        def work() -> bool:
+            for group in self.groups.values():
+                for name in group.snapshots():
+                    match = SNAPSHOT_NAME.fullmatch(name)
+                    owner = _NOTE.fullmatch(_note(group, name)) if match and match.group(1) == run_id else None
+                    if owner and _is_same_run(Path(owner.group(1)), checkpoints, run_id):
+                        raise CheckpointError(
+                            f"rank {dist.get_rank()}: the row store at {group.paths[0]} belongs to the checkpoints in {owner.group(1)}, of "
+                            f"which {checkpoints} is a copy: going on would delete snapshots that those need. Continue there, or remove "
+                            "that folder, or copy the folders of tiers.ssd_paths too and name the copies"
+                        )
+            return True
+
+        agree(work)
+
     def _refuse_other_runs(self, group: TieredTables, run_id: str) -> None:
         for name in group.snapshots():
             match = SNAPSHOT_NAME.fullmatch(name)
@@ -236,6 +262,21 @@ HOW_TO_CHANGE = (
     "checkpoint.tables=full: any number of ranks, any plan and tiers=dram read that. `python -m torchrec_kstep.store export` "
     "writes the tables as files"
 )
+
+
+def note_of(step: int, checkpoints: Path) -> str:
+    """Says, in a snapshot, which checkpoint it is for."""
+    return f"step {step} of {checkpoints.absolute()}"
+
+
+def _is_same_run(other: Path, checkpoints: Path, run_id: str) -> bool:
+    """Whether `other` is another folder with the checkpoints of the same run."""
+    mark = other / RUN_ID_NAME
+    return mark.is_file() and not other.samefile(checkpoints) and mark.read_text(encoding="utf-8").strip() == run_id
+
+
+def _by_table(placed: tuple[str, StoredPart]) -> tuple[str, int, int]:
+    return placed[1].weight, placed[1].first_row, placed[1].first_column
 
 
 def snapshot_name(run_id: str, step: int) -> str:

@@ -56,3 +56,11 @@ def test_ranks_share_a_host() -> None:
     with pytest.raises(ConfigError, match="local rank 4 of 4"):
         config.for_rank(4, 4)
     assert TierConfig(0, ["/a"], segment_bytes=64 * KIB).for_rank(0, 8).ssd_bytes is None
+
+
+def test_two_names_of_one_folder_are_one_folder(tmp_path: Path) -> None:
+    """Otherwise the store would meet its own lock there, and tell of another process that nobody can find."""
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "drive")
+    with pytest.raises(ConfigError, match="given twice"):
+        TierConfig(0, [tmp_path / "drive", tmp_path / "link"])
