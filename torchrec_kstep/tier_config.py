@@ -16,7 +16,7 @@ MAX_PATHS = 16
 MAX_PREFETCH_DEPTH = 1024
 _MIN_SEGMENT_BYTES = 1 << 16
 _MAX_SEGMENT_BYTES = 1 << 30
-_MIN_SEGMENTS = 4  # fewer leave the cleaner no room to copy
+MIN_SEGMENTS = 4  # fewer leave the cleaner no room to copy
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class TierConfig:
         dram_bytes: DRAM for cached rows, with the cache's own bookkeeping; 0 works. The index of the rows on SSD and fixed
             I/O buffers come on top: `TieredTables.announcement` and `store estimate` say how much.
         ssd_paths: one folder per drive; at most 16. Each rank makes a folder of its own below each of them.
-        ssd_bytes: hard quota over all paths, snapshots included; None: what the drives hold.
+        ssd_bytes: hard quota over all paths, snapshots included; None: what the drives hold. Sharders divide it over the row stores
+            of a model by the bytes of their rows, but give none less than four segments, by which many small stores may exceed it.
         segment_bytes: size of the files in which rows are written.
         prefetch_depth: batches whose rows are brought up ahead of the one in use; 0 reads when rows are needed.
         lookahead: batches whose rows the cache may know ahead for choosing what to evict; at least `prefetch_depth`.
@@ -75,9 +76,9 @@ class TierConfig:
         if not _MIN_SEGMENT_BYTES <= segment_bytes <= _MAX_SEGMENT_BYTES:
             expected = f"{format_bytes(_MIN_SEGMENT_BYTES)} to {format_bytes(_MAX_SEGMENT_BYTES)}"
             faults.append(f"segment_bytes is {format_bytes(segment_bytes)}, expected {expected}")
-        if ssd_bytes is not None and ssd_bytes < _MIN_SEGMENTS * segment_bytes:
+        if ssd_bytes is not None and ssd_bytes < MIN_SEGMENTS * segment_bytes:
             faults.append(
-                f"ssd_bytes is {format_bytes(ssd_bytes)}, expected at least {_MIN_SEGMENTS} segments of {format_bytes(segment_bytes)}"
+                f"ssd_bytes is {format_bytes(ssd_bytes)}, expected at least {MIN_SEGMENTS} segments of {format_bytes(segment_bytes)}"
             )
         if not 0 <= self.prefetch_depth <= MAX_PREFETCH_DEPTH:
             faults.append(f"prefetch_depth is {self.prefetch_depth}, expected 0 to {MAX_PREFETCH_DEPTH}")
@@ -118,10 +119,10 @@ class TierConfig:
         if not 0 <= local_rank < local_world_size:
             raise ConfigError(f"TierConfig: local rank {local_rank} of {local_world_size}")
         ssd_bytes = None if self.num_ssd_bytes is None else self.num_ssd_bytes // local_world_size
-        if ssd_bytes is not None and ssd_bytes < _MIN_SEGMENTS * self.num_segment_bytes:
+        if ssd_bytes is not None and ssd_bytes < MIN_SEGMENTS * self.num_segment_bytes:
             raise ConfigError(
                 f"TierConfig: ssd_bytes divided over {local_world_size} ranks is {format_bytes(ssd_bytes)} each, expected at least "
-                f"{_MIN_SEGMENTS} segments of {format_bytes(self.num_segment_bytes)}: raise ssd_bytes or lower segment_bytes"
+                f"{MIN_SEGMENTS} segments of {format_bytes(self.num_segment_bytes)}: raise ssd_bytes or lower segment_bytes"
             )
         return RankTiers(
             dram_bytes=self.num_dram_bytes // local_world_size,

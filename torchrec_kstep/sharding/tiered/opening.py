@@ -15,7 +15,7 @@ from torchrec_kstep.optim_spec import OptimizerSpec
 from torchrec_kstep.planner.emit import TieredParameterSharding
 from torchrec_kstep.storage.division import BYTES_PER_ELEMENT
 from torchrec_kstep.storage.tiered_tables import TieredTables
-from torchrec_kstep.tier_config import TierConfig
+from torchrec_kstep.tier_config import MIN_SEGMENTS, TierConfig
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
 from torchrec_kstep.world import World
 
@@ -77,10 +77,15 @@ class OpenOnSsd:
         tiers = replace(
             self.tiers,
             dram_bytes=int(self.tiers.num_dram_bytes * (share if cache_share is None else cache_share)),
-            ssd_bytes=None if quota is None else int(quota * share),
+            ssd_bytes=None if quota is None else max(int(quota * share), min(quota, self._least_bytes)),
             ssd_paths=[str(Path(path) / name) for path in self.tiers.ssd_paths],
         )
         return TieredTables.open(tables, optimizer, tiers, world=self.world)
+
+    @property
+    def _least_bytes(self) -> int:
+        """What a store gets of the quota at least, over all ranks of the host: a small table's part would hold no segment."""
+        return MIN_SEGMENTS * self.tiers.num_segment_bytes * self.world.local_world_size
 
     def bytes_per_rank(self) -> int:
         """Returns the rank's part of the quota, or of what is free on the drives of this host where there is none."""
