@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from torchrec_kstep.ops import _library
+from torchrec_kstep.ops import _library, reference_merge
 from torchrec_kstep.ops._errors import kernel_errors
 from torchrec_kstep.ops.batch import FORM_CODES, POLICY_CODES, WIRE_CODES, Contributions, Merged, MergeForm, MergePolicy, Wire
+from torchrec_kstep.ops.plain_rows import PlainRows
 from torchrec_kstep.ops.row_group import RowGroup
 
 _MASK = 2**64 - 1
@@ -38,6 +39,8 @@ def collect(group: RowGroup, table: int, rows: torch.Tensor, form: MergeForm = "
     Raises:
         DataError: a row is not touched, or the tracker keeps no bases.
     """
+    if isinstance(group, PlainRows):
+        return reference_merge.collect(group.state, table, rows, form, tracker)
     fields = group.tracked_fields(table, tracker)
     with kernel_errors():
         counts, values = torch.ops.kstep.merge_collect(
@@ -111,6 +114,8 @@ def apply(group: RowGroup, table: int, merged: Merged, form: MergeForm = "renew"
         step: t of v_hat under global bias correction: the optimizer's step at the collect, the same on all replicas; None for
             the step that was set last.
     """
+    if isinstance(group, PlainRows):
+        return reference_merge.apply(group.state, table, merged, form, tracker, step)
     values = [merged.values[name] for name in group.tracked_fields(table, tracker)]
     arguments = (group.handle, table, tracker, merged.rows, merged.u_real, values, FORM_CODES[form], step or 0)
     with kernel_errors():

@@ -7,6 +7,7 @@ compiled ones, with one condition: the sums below must be taken in the order wri
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ class ReferenceGroup:
         is_deferred: keep summed gradients in `pending` instead of updating.
         pending: in the order of the backwards.
         trackers: per table, what `RowGroup.track` and its companions keep, one per counter of touches.
+        is_tracking: count updates in them.
     """
 
     tables: Sequence[TableSpec]
@@ -42,6 +44,7 @@ class ReferenceGroup:
     is_deferred: bool = False
     pending: list[RowGradients] = field(default_factory=list)
     trackers: list[list["ReferenceTracker"]] = field(default_factory=list)
+    is_tracking: bool = True
 
     def __post_init__(self) -> None:
         """Gives every row its initial values."""
@@ -81,6 +84,14 @@ class ReferenceGroup:
         self.trackers[table][tracker].detach()
 
 
+class RowValues(Protocol):
+    """Values by row, as a tensor `[num_rows, width]` has them."""
+
+    def __getitem__(self, rows: torch.Tensor, /) -> torch.Tensor: ...  # noqa: D105 - as of a tensor
+
+    def __setitem__(self, rows: torch.Tensor, values: torch.Tensor, /) -> None: ...  # noqa: D105 - as of a tensor
+
+
 @dataclass
 class ReferenceRound:
     """The rows touched in one round.
@@ -93,7 +104,7 @@ class ReferenceRound:
 
     is_touched: torch.Tensor
     counts: torch.Tensor
-    bases: dict[str, torch.Tensor] = field(default_factory=dict)
+    bases: dict[str, "RowValues"] = field(default_factory=dict)
 
     def rows(self) -> torch.Tensor:
         """Ascending."""
@@ -119,9 +130,14 @@ class ReferenceTracker:
         """Counts an update of `rows` that is about to happen."""
         first = rows[self.fields[self.counter][rows, 0] == 0]
         for name in self.tracked:
-            self.round.bases.setdefault(name, torch.zeros_like(self.fields[name]))[first] = self.fields[name][first]
+            if name not in self.round.bases:
+                self.round.bases[name] = self._new_base(name)
+            self.round.bases[name][first] = self.fields[name][first]
         self.round.is_touched[first] = True
         self.fields[self.counter][rows] += 1
+
+    def _new_base(self, name: str) -> "RowValues":
+        return torch.zeros_like(self.fields[name])
 
     def clear(self) -> None:
         """Ends the detached round if there is one, else the running one."""
@@ -303,7 +319,7 @@ def apply_row_gradients(group: ReferenceGroup, gradients: RowGradients, scales: 
         if "base" in group.fields[table]:
             first = rows[group.fields[table]["touches"][rows, 0] == 0]
             group.fields[table]["base"][first] = group.fields[table]["weight"][first]
-        for tracker in group.trackers[table]:
+        for tracker in group.trackers[table] if group.is_tracking else ():
             tracker.note(rows)
         fields = {name: values[rows] for name, values in group.fields[table].items()}
         _update_fields(group, fields, grads, counts, None if scales is None else scales[mine])

@@ -162,14 +162,22 @@ class RowGroup:
 
     def read(self, table: int, rows: torch.Tensor, field: str = "weight") -> torch.Tensor:
         """Returns `[n, width]` of one field of `rows` (`[n]` int64, in any order, repeats allowed). Materialises nothing."""
-        spec = self.field(table, field)
         unique, inverse = torch.unique(rows, return_inverse=True)
-        return kernels.read_rows(self.handle, table, unique, field, spec.width, _DTYPES[spec.dtype])[inverse]
+        return self.read_ascending(table, unique, field)[inverse]
+
+    def read_ascending(self, table: int, rows: torch.Tensor, field: str = "weight") -> torch.Tensor:
+        """As `read`, for rows that strictly ascend."""
+        spec = self.field(table, field)
+        return kernels.read_rows(self.handle, table, rows, field, spec.width, _DTYPES[spec.dtype])
 
     def write(self, table: int, rows: torch.Tensor, values: torch.Tensor, field: str = "weight") -> None:
         """Overwrites one field of `rows` (`[n]` int64, in any order, each once) by `values` `[n, width]`."""
         ascending, order = torch.sort(rows)
-        kernels.write_rows(self.handle, table, ascending, field, values[order])
+        self.write_ascending(table, ascending, values[order], field)
+
+    def write_ascending(self, table: int, rows: torch.Tensor, values: torch.Tensor, field: str = "weight") -> None:
+        """As `write`, for rows that strictly ascend."""
+        kernels.write_rows(self.handle, table, rows, field, values)
 
     def track(self, tracker: int, fields: Sequence[str], tables: Sequence[int] | None = None) -> None:
         """Keeps, from now on, a copy of `fields` of each row as it was before its first update since the last merge round.

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from torchrec_kstep.ops import kernels
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim_spec import FieldType
 
@@ -66,12 +65,11 @@ class RowBlock:
         differs = (whole[:, columns].contiguous().view(torch.int32) != values.view(torch.int32)).any(dim=1)
         if bool(differs.any()):
             whole[:, columns] = values
-            kernels.write_rows(self.group.handle, self.table, rows[differs], self.field, whole[differs])
+            self.group.write_ascending(self.table, rows[differs], whole[differs], self.field)
 
     def _whole_fields(self, rows: torch.Tensor) -> torch.Tensor:
         """Reads all columns of the field of `rows`, which ascend."""
-        width = self.group.field(self.table, self.field).width
-        return kernels.read_rows(self.group.handle, self.table, rows, self.field, width, self.dtype)
+        return self.group.read_ascending(self.table, rows, self.field)
 
 
 class RowsTensor(torch.Tensor):
