@@ -37,6 +37,7 @@ PATH_KEYS = (
     "data.source",
     "tiers.ssd_paths",
     "planner.topology",
+    "planner.calibration",
     "planner.plan_cache",
 )  # keys that name files or folders
 

@@ -67,6 +67,9 @@ class PlannerConfig:
     tables: dict[str, str] = field(default_factory=dict)  # sharding of single tables by name, e.g. {user_id: row_wise}
     engine: str = "topology"  # topology: places tables by what a step takes on the machines; torchrec: TorchRec's own planner
     topology: str = ""  # the machines: a file, or a name in conf/topology; "" = hosts like this one, without measuring (engine=topology)
+    calibration: str = ""  # file written by `calibrate`; "" = the one beside the topology's file, if there is one (engine=topology)
+    trace_rows: int = 50_000  # rows of data read to see how often which ids occur; 0 = a Zipf law (engine=topology)
+    renew: bool = False  # plan anew when a run is continued, instead of keeping the plan it began with (run_dir/plan.json)
     plan_cache: str = ""  # folder of plans, to be found again for the same task on the same machines; "" = none (engine=topology)
 
 
@@ -78,9 +81,21 @@ class TiersConfig:
     dram_bytes: str = "1GiB"  # cache of rows, e.g. 8GiB (dram_ssd)
     ssd_paths: list[str] = field(default_factory=list)  # folders, one per drive, for this run alone; [] = run_dir/rows/host<n> (dram_ssd)
     ssd_bytes: str = ""  # quota over all paths, e.g. 1TiB; "" = what the drives hold (dram_ssd)
+    ssd_limits: list[str] = field(default_factory=list)  # most that a row store asks of each path, "50MB/s" or "" = no bound (dram_ssd)
     segment_bytes: str = "64MiB"  # size of the files in which rows are written (dram_ssd)
     prefetch_depth: int = 2  # batches whose rows are brought up ahead (dram_ssd)
     lookahead: int = 8  # batches known ahead when choosing what to evict, at least prefetch_depth (dram_ssd)
+
+
+@dataclass(frozen=True)
+class RoutesConfig:
+    """Which cores, drives and network interfaces each rank uses; chosen from the machines of planner.topology, carried out at the start."""
+
+    name: str = "auto"  # auto: chosen from the machines; off: cores, drives and interfaces stay as the launcher left them
+    cores: str = "node"  # node | own | any: ranks keep to the cores of their NUMA node, to an equal part of these, or to none
+    cpus: list[str] = field(default_factory=list)  # cores by number and local rank, e.g. ["0-3","4-7"]; one entry for all; [] = by cores
+    interfaces: list[str] = field(default_factory=list)  # to other hosts by local rank, one entry for all; [] = those of the topology
+    drive_shares: list[float] = field(default_factory=list)  # part of the rows on each ssd_path, over their sum; [] = by the drives' speed
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,7 @@ class OptimConfig:
     beta2: float = 0.999  # decay of Adam's second moment, per step
     eps: float = 1e-8  # added to Adam's and Adagrad's root
     weight_decay: float = 0.0  # L2 added to the gradient of dense parameters
-    embedding_l2: float = 0.0  # L2 added to the gradient of table rows (dense: all rows; tiered: those of the batch; not fused)
+    embedding_l2: float = 0.0  # L2 added to the gradient of table rows (dense: all rows; tiered, kstep: those of the batch; not fused)
     clip_norm: float = 0.0  # bound on the norm of the gradient, scaled down where it is larger; 0 = none
     clip_covers: str = "dense"  # dense | all: what clip_norm counts and scales: dense parameters, or tables too (not kernel=fused)
     schedule: str = "constant"  # constant | linear | cosine: decay after the warm-up, to zero when the last step is done
@@ -111,7 +126,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class KStepConfig:
-    """Replicas that train alone for k steps and are merged then (planner.kernel=tiered, Adam)."""
+    """Replicas that train alone for k steps and are merged then (planner.kernel=tiered or dense, Adam)."""
 
     k: int = 0  # steps from one merge round to the next; 1 = replicas average gradients in every step; 0 = no replicas, all ranks share one
     ranks_per_replica: int = 0  # ranks that share a replica; 0 = those of a host; any divisor or multiple of these
@@ -158,7 +173,8 @@ class CheckpointConfig:
     every_steps: int = 0  # optimizer steps between checkpoints; 0 = at the end of each epoch only
     keep: int = 2  # newest checkpoints kept
     tables: str = "store"  # store | full: tables on SSD by snapshots of their row stores, at the cost of what changed, or copied whole
-    resume: bool = True  # continue from the newest checkpoint in the run directory, if there is one
+    verify: str = "full"  # full | quick: what is read of snapshots of row stores before resuming: all bytes, or manifests and ends of files
+    resume: bool = True  # continue from the newest good checkpoint in the run directory, if there is one
 
 
 @dataclass(frozen=True)
@@ -190,6 +206,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
+    routes: RoutesConfig = field(default_factory=RoutesConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     kstep: KStepConfig = field(default_factory=KStepConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

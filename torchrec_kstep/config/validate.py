@@ -8,10 +8,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from torchrec_kstep.config.core_list import parse_cores
 from torchrec_kstep.config.findings import Finding, Findings
 from torchrec_kstep.config.keys import Key, schema_keys
 from torchrec_kstep.config.schema import DataConfig, RunConfig
 from torchrec_kstep.config.suggest import did_you_mean
+from torchrec_kstep.errors import ConfigError
 
 _SHARDINGS = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise")
 COLUMN_MULTIPLE = 4  # FBGEMM's kernels read rows in groups of four floats
@@ -26,6 +28,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "planner.tables": _SHARDINGS,
     "planner.engine": ("topology", "torchrec"),
     "tiers.name": ("dram", "dram_ssd"),
+    "routes.name": ("auto", "off"),
+    "routes.cores": ("node", "own", "any"),
     "optim.dense": ("adam", "sgd", "adagrad"),
     "optim.embedding": ("adam", "sgd", "adagrad", "rowwise_adagrad"),
     "optim.clip_covers": ("dense", "all"),
@@ -43,6 +47,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "train.pipeline": ("sparse_dist", "base", "plain"),
     "train.device": ("cpu", "cuda"),
     "checkpoint.tables": ("store", "full"),
+    "checkpoint.verify": ("full", "quick"),
     "metrics.progress": ("auto", "bar", "lines", "none"),
     "distributed.backend": ("gloo", "nccl"),
 }
@@ -105,8 +110,10 @@ BOUNDS: Mapping[str, Bounds] = {
     "model.num_cross_layers": AT_LEAST_ONE,
     "model.cross_rank": ANY_COUNT,
     "model.embedding_init_std": NOT_NEGATIVE,
+    "planner.trace_rows": ANY_COUNT,
     "tiers.prefetch_depth": ANY_COUNT,
     "tiers.lookahead": ANY_COUNT,
+    "routes.drive_shares": NOT_NEGATIVE,
     "optim.lr": POSITIVE,
     "optim.embedding_lr": POSITIVE,
     "optim.beta1": FRACTION,
@@ -214,6 +221,7 @@ def _run_rules(config: RunConfig) -> Iterator[Finding]:
     yield from _model_rules(config)
     yield from _fused_rules(config)
     yield from _tier_rules(config)
+    yield from _route_rules(config)
     yield from _planner_rules(config)
     yield from _kstep_rules(config)
     yield from _large_batch_rules(config)
@@ -322,21 +330,23 @@ def _kstep_rules(config: RunConfig) -> Iterator[Finding]:
     kstep, planner, optim = config.kstep, config.planner, config.optim
     if not kstep.k:
         return
-    if planner.kernel != "tiered":
+    if planner.kernel == "fused":
         yield Finding(
-            f"kstep.k={kstep.k} with planner.kernel={planner.kernel}: replicas are merged by their touched rows, which only tiered tables "
-            "know; choose planner=tiered",
+            f"kstep.k={kstep.k} with planner.kernel=fused: replicas are merged by the rules of Adam, and FBGEMM has no fused Adam on the "
+            "CPU; choose planner=tiered, or planner=dense, whose tables then update the rows of a batch only",
             ("kstep.k", "planner.kernel"),
+        )
+    shardings = {"planner.sharding": planner.sharding, **planner.tables}
+    replicated = [name for name, sharding in shardings.items() if sharding == "data_parallel"]
+    if planner.kernel == "dense" and replicated:
+        yield Finding(
+            f"kstep.k={kstep.k} with data_parallel ({', '.join(replicated)}): TorchRec averages the gradients of replicated tables over "
+            "all ranks of the job in every step, not over those of a replica; choose another sharding",
+            ("kstep.k", "planner.sharding", "planner.tables"),
         )
     for key, value in (("optim.dense", optim.dense), ("optim.embedding", optim.embedding)):
         if value != "adam":
             yield Finding(f"kstep.k={kstep.k} with {key}={value}: replicas are merged by the rules of Adam; choose adam", ("kstep.k", key))
-    if optim.clip_norm > 0 and optim.clip_covers == "all":
-        yield Finding(
-            f"kstep.k={kstep.k} with optim.clip_covers=all: the norm of all gradients is known within a replica only, and tables step "
-            "before it is; choose optim.clip_covers=dense, which bounds the dense gradient of each replica",
-            ("kstep.k", "optim.clip_covers"),
-        )
     if kstep.overlap_steps >= kstep.k:
         yield Finding(
             f"kstep.overlap_steps={kstep.overlap_steps} with kstep.k={kstep.k}: a round must end before the next begins; choose at most "
@@ -352,13 +362,37 @@ def _planner_rules(config: RunConfig) -> Iterator[Finding]:
     """Says which keys TorchRec's own planner does not read."""
     if config.planner.engine == "topology":
         return
-    for name in ("topology", "plan_cache"):
+    for name in ("topology", "calibration", "plan_cache"):
         if getattr(config.planner, name):
             yield Finding(
                 f"planner.{name} with planner.engine={config.planner.engine}: TorchRec's planner does not read it; "
                 "choose planner.engine=topology",
                 (f"planner.{name}", "planner.engine"),
             )
+
+
+def _route_rules(config: RunConfig) -> Iterator[Finding]:
+    """Says which routes cannot be meant."""
+    routes, tiers = config.routes, config.tiers
+    for name in ("cpus", "interfaces", "drive_shares"):
+        if routes.name == "off" and getattr(routes, name):
+            yield Finding(f"routes.{name} with routes.name=off: it is not read; choose routes=auto", (f"routes.{name}", "routes.name"))
+    for text in routes.cpus:
+        try:
+            parse_cores(text)
+        except ConfigError as error:
+            yield Finding(f"routes.cpus: {error}", ("routes.cpus",))
+    if any(not name.strip() for name in routes.interfaces):
+        yield Finding("routes.interfaces: a name is empty; leave the list empty for the interfaces of the topology", ("routes.interfaces",))
+    num_paths = max(1, len(tiers.ssd_paths))
+    for key, values in (("routes.drive_shares", routes.drive_shares), ("tiers.ssd_limits", tiers.ssd_limits)):
+        if values and (tiers.name != "dram_ssd" or len(values) != num_paths):
+            found = f"{num_paths} tiers.ssd_paths" if tiers.name == "dram_ssd" else f"tiers.name={tiers.name}"
+            yield Finding(
+                f"{key} has {len(values)} entries with {found}: expected one for each of tiers.ssd_paths", (key, "tiers.ssd_paths")
+            )
+    if routes.drive_shares and not sum(routes.drive_shares) > 0:
+        yield Finding("routes.drive_shares are all 0: give the drive that rows are to lie on a share above 0", ("routes.drive_shares",))
 
 
 def _tier_rules(config: RunConfig) -> Iterator[Finding]:

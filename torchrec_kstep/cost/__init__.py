@@ -5,6 +5,7 @@ Nothing here knows TorchRec or torch. Bytes and counts carry their unit in their
 
 from torchrec_kstep.cost.access import AccessCurve
 from torchrec_kstep.cost.coefficients import Coefficients
+from torchrec_kstep.cost.index_memory import index_memory_bytes
 from torchrec_kstep.cost.machine import Machine, Phase
 from torchrec_kstep.cost.price import PhaseTime, StepTime
 from torchrec_kstep.cost.work import MEMORIES, QUANTITIES, ShardWork, StepSetup, Table, Tier, shard_work
@@ -22,5 +23,6 @@ __all__ = [
     "StepTime",
     "Table",
     "Tier",
+    "index_memory_bytes",
     "shard_work",
 ]

@@ -1,36 +1,89 @@
 """The few numbers of the cost model that belong to software, not to a machine."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+# What `calibrate` fits: seconds per unit of something that ranks on cores do. Predictions are linear in each of them.
+FITTED = (
+    "step_s",
+    "sample_s",
+    "flop_s",
+    "parameter_s",
+    "optimizer_s",
+    "lookup_id_s",
+    "update_row_s",
+    "pooled_byte_s",
+    "core_shard_s",
+    "collective_s",
+    "exchange_byte_s",
+    "admit_row_s",
+    "tier_row_s",
+    "merge_row_s",
+    "merge_round_s",
+)
 
 
 @dataclass(frozen=True)
 class Coefficients:
     """Times of the software, and how far a prediction is trusted.
 
-    The defaults were measured with this package's kernels on one core of a 2.6 GHz server CPU, December 2026.
+    The defaults were measured with this package's kernels on one core of a 2.6 GHz server CPU, December 2026. Times of cores are
+    those of a core that a rank has for itself; where ranks share cores they take as much longer.
 
     Attributes:
+        step_s: of every step on cores: Python, the pipeline, autograd.
+        sample_s: per row of data of a rank, on cores: copies, features, loss.
+        flop_s: per operation of dense layers on a core.
+        parameter_s: per dense parameter on a core: its optimizer.
+        optimizer_s: of every step of the dense optimizer on cores, besides.
         lookup_id_s: per id looked up on a core, memory not counted: hashing, bags, pooling.
         update_row_s: per different row updated on a core, memory not counted.
-        device_shard_s: per shard of a table on a device: kernel launches.
+        pooled_byte_s: per byte of pooled rows, made or read back as gradient, on a core: copies before and after exchanges.
         core_shard_s: per shard of a table on a core: splitting, concatenating, autograd.
-        tier_row_s: per row read from and written to a drive: submission, index, eviction.
         collective_s: per exchange, besides the latency of the way.
-        device_collective_s: the same on devices.
-        core_flops_per_s: dense layers on one core.
+        exchange_byte_s: per byte that a rank on cores exchanges, besides the links: copies by the library.
+        admit_row_s: per row brought up from a drive, on the cores that compute.
+        tier_row_s: per row read from and written to a drive, in the threads of the store: submission, index, eviction.
+        merge_row_s: per row collected or changed in a merge round, on a core.
+        merge_round_s: per merge round, besides: opening, agreement.
+        device_shard_s: per shard of a table on a device: kernel launches.
+        device_collective_s: as `collective_s`, on devices.
         device_flops_per_s: dense layers on a device.
-        measured_error: part of a phase by which predictions on a measured machine are off, one standard deviation.
+        measured_error: part of a phase by which predictions on a measured machine are off; a calibration sets it so that the error bar
+            covers nine of ten runs.
         declared_error: the same where the machine's numbers come from a data sheet.
     """
 
+    step_s: float = 3e-3
+    sample_s: float = 0.5e-6
+    flop_s: float = 1 / 30e9
+    parameter_s: float = 1e-9
+    optimizer_s: float = 0.3e-3
     lookup_id_s: float = 40e-9
     update_row_s: float = 60e-9
-    device_shard_s: float = 4e-6
+    pooled_byte_s: float = 0.2e-9
     core_shard_s: float = 30e-6
-    tier_row_s: float = 1.5e-6
     collective_s: float = 100e-6
+    exchange_byte_s: float = 0.0
+    admit_row_s: float = 0.3e-6
+    tier_row_s: float = 1.5e-6
+    merge_row_s: float = 1e-6
+    merge_round_s: float = 2e-3
+    device_shard_s: float = 4e-6
     device_collective_s: float = 20e-6
-    core_flops_per_s: float = 30e9
     device_flops_per_s: float = 40e12
     measured_error: float = 0.2
     declared_error: float = 0.35
+
+    @classmethod
+    def zero(cls) -> "Coefficients":
+        """Software that takes no time: the machine alone."""
+        return cls(**dict.fromkeys(FITTED, 0.0), device_shard_s=0.0, device_collective_s=0.0)
+
+    def having(self, values: Mapping[str, float]) -> "Coefficients":
+        """Returns these with some of them replaced."""
+        return replace(self, **values)
+
+    def values(self) -> dict[str, float]:
+        """By name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,8 +1,8 @@
 """A topology in numbers: seconds that one unit of each quantity on each rank keeps each resource busy, phase by phase.
 
-A step is a chain of phases that end together on all ranks, because each exchange waits for the slowest: ids, lookup, outputs,
-dense layers, gradients, update, all-reduce, merge round. A phase takes as long as its busiest resource: a rank, a memory, one
-direction of a link. Drives and the way between DRAM and devices work beside the chain where rows are brought up ahead.
+A step is a chain of phases that end together on all ranks, because each exchange waits for the slowest: the loop itself, ids, lookup,
+outputs, dense layers, gradients, update, all-reduce, dense optimizer, merge round. A phase takes as long as its busiest resource: a
+rank, a memory, one direction of a link. Drives and the way between DRAM and devices work beside the chain where rows come up ahead.
 
 Replicas carry one plan, so quantities are those of the ranks of one replica, and resources those of all.
 """
@@ -17,7 +17,7 @@ from torchrec_kstep.cost.coefficients import Coefficients
 from torchrec_kstep.cost.work import MEMORIES, QUANTITIES, VALUE_BYTES, StepSetup, Vector
 from torchrec_kstep.errors import TopologyError
 from torchrec_kstep.topology import ClusterTopology, Routes
-from torchrec_kstep.topology.routes import Edge, latency_us
+from torchrec_kstep.topology.routes import Edge, RankSite, latency_us
 
 Matrix = npt.NDArray[np.float64]
 RESERVED_SHARE = 0.15  # of DRAM and device memory: dense parameters, activations, batches ahead
@@ -110,6 +110,7 @@ class Machine:
         dram_bytes_per_host: int | None = None,
         ssd_bytes_per_host: int | None = None,
         coefficients: Coefficients | None = None,
+        keeps_all: bool = False,
     ) -> "Machine":
         """Puts `setup.num_replicas` replicas of `setup.world_size` ranks each on the hosts of a topology, one after the other.
 
@@ -122,6 +123,7 @@ class Machine:
             ssd_bytes_per_host: what rows on drives must fit into, also where drives hold less: rows that never occur take no
                 space; None: what the drives hold.
             coefficients: of the software.
+            keeps_all: also resources that can never be the busiest, so that machines of different coefficients have the same ones.
 
         Raises:
             TopologyError: the hosts do not take these ranks.
@@ -133,7 +135,7 @@ class Machine:
                 "choose a multiple, or another number of hosts"
             )
         routes = Routes(topology, num_ranks // len(topology.hosts))
-        builder = _Builder(routes, setup, coefficients or Coefficients(), threads_per_rank, queue_depth)
+        builder = _Builder(routes, setup, coefficients or Coefficients(), threads_per_rank, queue_depth, keeps_all)
         return cls(
             name=topology.name,
             num_ranks=setup.world_size,
@@ -166,8 +168,8 @@ class Machine:
 class _Load:
     """Seconds per unit on named resources, for one phase; resources appear as they are first used."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int, keeps_all: bool) -> None:
+        self._num_ranks, self._keeps_all = num_ranks, keeps_all
         self._columns: dict[str, Matrix] = {}
         self._base: dict[str, float] = {}
 
@@ -190,8 +192,11 @@ class _Load:
         if not names:
             return Phase(name, (), (), np.zeros((self._num_ranks, 0, 0)), np.zeros(0), fixed_s)
         columns = np.stack([self._columns[resource] for resource in names], axis=-1)
+        base = np.array([self._base.get(resource, 0.0) for resource in names])
+        if self._keeps_all:
+            return Phase(name, tuple(names), tuple(range(len(QUANTITIES))), columns, base, fixed_s)
         used = tuple(np.flatnonzero(columns.any(axis=(0, 2))).tolist())
-        weights, base = columns[:, list(used)], np.array([self._base.get(resource, 0.0) for resource in names])
+        weights = columns[:, list(used)]
         kept = _undominated(np.concatenate([weights.reshape(-1, len(names)), base[None]]))
         return Phase(name, tuple(names[index] for index in kept), used, weights[:, :, kept], base[kept], fixed_s)
 
@@ -215,13 +220,16 @@ def _undominated(columns: Matrix) -> list[int]:
 class _Builder:
     """Walks over ranks and routes once and fills the phases."""
 
-    def __init__(self, routes: Routes, setup: StepSetup, coefficients: Coefficients, threads: float, queue_depth: int) -> None:
+    def __init__(
+        self, routes: Routes, setup: StepSetup, coefficients: Coefficients, threads: float, queue_depth: int, keeps_all: bool
+    ) -> None:
         self.routes, self.setup, self.coefficients = routes, setup, coefficients
-        self._threads, self._queue_depth = threads, queue_depth
+        self._threads, self._queue_depth, self._keeps_all = threads, queue_depth, keeps_all
         self._hosts = routes.topology.hosts
         self._on_device = bool(self._hosts[0].devices)
         self._numa = {f"{host.name}/{node.name}": node for host in self._hosts for node in host.numa_nodes}
         self._devices = {f"{host.name}/{device.name}": device for host in self._hosts for device in host.devices}
+        self._rank_nodes = {site.node for site in routes.sites}
         self._ranks_on_numa: dict[str, int] = {}
         for site in routes.sites:
             self._ranks_on_numa[site.numa] = self._ranks_on_numa.get(site.numa, 0) + 1
@@ -229,17 +237,27 @@ class _Builder:
     def phases(self) -> list[Phase]:
         """All phases, in the order of a step."""
         outputs = {"output_bytes": self._group, "host_output_bytes": self._host_group, "lane_output_bytes": self._lane}
+        own = self.coefficients
         return [
+            self._load().phase("loop", self._on_cores_s(own.step_s + own.sample_s * self.setup.batch_size)),
             self._exchange("ids", {"id_bytes": self._group}, towards_owner=True),
-            self._compute("lookup", {"lookup_ids": self.coefficients.lookup_id_s}, "lookup_bytes"),
+            self._compute("lookup", {"lookup_ids": own.lookup_id_s, "pooled_bytes": own.pooled_byte_s}, "lookup_bytes"),
             self._exchange("outputs", outputs, towards_owner=False),
-            _Load(self.setup.world_size).phase("dense", self._dense_s()),
+            self._load().phase("dense", self._dense_s()),
             self._exchange("gradients", outputs, towards_owner=True),
-            self._compute("update", {"update_rows": self.coefficients.update_row_s}, "update_bytes"),
+            self._compute(
+                "update",
+                {"update_rows": own.update_row_s, "pooled_bytes": own.pooled_byte_s, "tier_rows": own.admit_row_s},
+                "update_bytes",
+            ),
             self._all_reduce(),
+            self._load().phase("optimizer", self._on_cores_s(own.optimizer_s + own.parameter_s * self.setup.dense_parameters)),
             self._merge(),
             self._tiers(),
         ]
+
+    def _load(self) -> _Load:
+        return _Load(self.setup.world_size, self._keeps_all)
 
     def pools(self, dram_bytes_per_host: int | None, ssd_bytes_per_host: int | None) -> list[Pool]:
         """Memory of devices, and DRAM and drives of hosts."""
@@ -281,7 +299,7 @@ class _Builder:
     # --- phases ---
 
     def _exchange(self, name: str, partners: Mapping[str, Callable[[int], list[int]]], towards_owner: bool) -> Phase:
-        load = _Load(self.setup.world_size)
+        load = self._load()
         latency = 0.0
         for site in self.routes.sites:
             for quantity, others in partners.items():
@@ -293,13 +311,26 @@ class _Builder:
                     for edge in path:
                         crossed[edge.name] = (edge, crossed.get(edge.name, (edge, 0))[1] + 1)
                 for edge, times in crossed.values():
-                    load.add(edge.name, site.rank, quantity, times / edge.bandwidth_bytes_per_s)
+                    load.add(edge.name, site.rank, quantity, times / edge.bandwidth_bytes_per_s + self._copy_s(edge, site, times))
         return load.phase(name, self._collective_s(latency))
 
-    def _collective_s(self, latency_us: float) -> float:
-        if self.setup.world_size == 1:
+    def _copy_s(self, edge: Edge, site: RankSite, times: int) -> float:
+        """Seconds per byte that the library adds on an edge by which a rank on cores hangs on its NUMA node."""
+        if self._on_device or self._rank_nodes.isdisjoint(edge.name.split(">")):
             return 0.0
-        own = self.coefficients.device_collective_s if self._on_device else self.coefficients.collective_s
+        return times * self.coefficients.exchange_byte_s * self._slowdown(site)
+
+    def _slowdown(self, site: RankSite) -> float:
+        """How much longer a rank's own work takes because ranks share cores."""
+        return max(1.0, self._ranks_on_numa[site.numa] / self._numa[site.numa].num_cores)
+
+    def _on_cores_s(self, seconds: float) -> float:
+        return 0.0 if self._on_device else seconds * max(map(self._slowdown, self.routes.sites))
+
+    def _collective_s(self, latency_us: float, num_ranks: int | None = None) -> float:
+        if (num_ranks or self.setup.world_size) == 1:
+            return 0.0
+        own = self.coefficients.device_collective_s if self._on_device else self._on_cores_s(self.coefficients.collective_s)
         exchange_us = 0.0 if self._on_device else max(host.exchange.latency_us for host in self._hosts)
         return own + (latency_us + exchange_us) * 1e-6
 
@@ -307,7 +338,7 @@ class _Builder:
         return min(self._threads, self._numa[numa].num_cores / self._ranks_on_numa[numa])
 
     def _compute(self, name: str, per_unit_s: Mapping[str, float], bytes_quantity: str) -> Phase:
-        load = _Load(self.setup.world_size)
+        load = self._load()
         for site in self.routes.sites:
             if site.device:
                 device = self._devices[site.node]
@@ -319,7 +350,7 @@ class _Builder:
             for quantity, seconds in per_unit_s.items():
                 load.add(f"cores of {site.node}", site.rank, quantity, seconds / threads)
             load.add(f"cores of {site.node}", site.rank, bytes_quantity, 1 / (node.gather_bytes_per_s * threads))
-            load.add(f"cores of {site.node}", site.rank, "shards", self.coefficients.core_shard_s)
+            load.add(f"cores of {site.node}", site.rank, "shards", self.coefficients.core_shard_s * self._slowdown(site))
             load.add(f"memory of {site.numa}", site.rank, bytes_quantity, 1 / node.bandwidth_bytes_per_s)
         return load.phase(name)
 
@@ -328,11 +359,11 @@ class _Builder:
         if self._on_device:
             return flops / self.coefficients.device_flops_per_s
         threads = min(self._threads_of(site.numa) for site in self.routes.sites)
-        return flops / (self.coefficients.core_flops_per_s * threads)
+        return flops * self.coefficients.flop_s / threads
 
     def _all_reduce(self) -> Phase:
         """A ring over the ranks of a replica: each byte leaves every rank 2 (W - 1) / W times."""
-        load = _Load(self.setup.world_size)
+        load = self._load()
         size = self.setup.world_size
         latency = 0.0
         if size > 1:
@@ -347,11 +378,11 @@ class _Builder:
 
     def _merge(self) -> Phase:
         """A merge round, its time spread over the k steps between two."""
-        load = _Load(self.setup.world_size)
+        load = self._load()
         k, replicas = self.setup.k, self.setup.num_replicas
         if not k or replicas < 2:
             return load.phase("merge")
-        dense = self.setup.dense_parameters * VALUE_BYTES * self.setup.merge_states / self.setup.world_size
+        dense = self.setup.dense_parameters * VALUE_BYTES * 3 / self.setup.world_size  # weights and both moments
         latency = 0.0
         for site in self.routes.sites:
             for peer in self._peers(site.rank):
@@ -359,17 +390,22 @@ class _Builder:
                 latency = max(latency, latency_us(path))
                 load.add_path(path, site.rank, "merge_bytes")
                 load.add_base(path, 2 * dense / replicas / k)
-        return load.phase("merge", 2 * (self.coefficients.collective_s + latency * 1e-6) / k)
+            cores = f"cores of {site.node}"
+            if site.rank < self.setup.world_size:  # each replica has cores of its own
+                load.add(cores, site.rank, "merge_rows", self.coefficients.merge_row_s / self._threads_of(site.numa))
+        rounds_s = self._on_cores_s(self.coefficients.merge_round_s) + 2 * self._collective_s(latency, replicas)
+        return load.phase("merge", rounds_s / k)
 
     def _tiers(self) -> Phase:
-        load = _Load(self.setup.world_size)
+        load = self._load()
         for site in self.routes.sites:
             if site.device:
                 load.add_path(self.routes.between(site.numa, site.node), site.rank, "fetch_bytes")
                 load.add_path(self.routes.between(site.node, site.numa), site.rank, "fetch_bytes")
             host = self._hosts[site.host]
-            for drive in host.drives:  # each rank stripes its rows over all drives of its host
-                share = 1 / len(host.drives)
+            shares = self.routes.drive_shares(site.rank)
+            for drive in host.drives:
+                share = shares[drive.name]
                 per_read_s, per_byte_s = drive.read_seconds(self._queue_depth)
                 resource, node = f"drive {host.name}/{drive.name}", f"{host.name}/{drive.name}"
                 load.add(resource, site.rank, "drive_reads", share * per_read_s)
@@ -377,5 +413,5 @@ class _Builder:
                 load.add(resource, site.rank, "drive_write_bytes", share / drive.write_bytes_per_s)
                 load.add_path(self.routes.between(node, site.numa), site.rank, "drive_read_bytes", share)
                 load.add_path(self.routes.between(site.numa, node), site.rank, "drive_write_bytes", share)
-            load.add(f"row store of {site.node}", site.rank, "tier_rows", self.coefficients.tier_row_s)
+            load.add(f"row store of {site.node}", site.rank, "tier_rows", self.coefficients.tier_row_s * self._slowdown(site))
         return load.phase(TIERS)

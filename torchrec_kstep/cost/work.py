@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_kstep.cost.access import AccessCurve
+from torchrec_kstep.cost.index_memory import index_memory_bytes
 
 Tier = Literal["device", "dram", "ssd"]
 Sharding = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"]
@@ -22,6 +23,7 @@ QUANTITIES = (
     "update_rows",  # different rows updated
     "update_bytes",  # gradients read, records read and written
     "shards",  # 1
+    "pooled_bytes",  # pooled rows made here for all ranks, and as many gradients read
     "id_bytes",  # ids that each rank sends here
     "output_bytes",  # pooled rows sent from here to each rank, and as many gradients back
     "host_output_bytes",  # the same, to ranks of this host only
@@ -33,6 +35,7 @@ QUANTITIES = (
     "drive_write_bytes",
     "tier_rows",  # rows admitted into and evicted from a cache over a drive
     "merge_bytes",  # sent to each other replica, per step on average
+    "merge_rows",  # collected here for a merge round or changed by it, per step on average
 )
 MEMORIES = (
     "device_bytes",
@@ -46,9 +49,10 @@ LENGTH_BYTES = 8
 VALUE_BYTES = 4
 RECORD_HEADER_BYTES = 20  # row_id, table_id, epoch and checksum of a record on a drive
 SLOT_OVERHEAD_BYTES = 48  # of a cached row
-INDEX_BYTES_PER_ROW = 4.0  # DRAM that finds a row on a drive
+MERGE_ROW_BYTES = 6.5  # row id and touches of a merged row, mean of both legs
 PAGE_BYTES = 4096
 MAX_PADDING = 0.15  # of a read unit
+TOUCHED_MARGIN = 1.25  # rows that a job will touch are told by curves, which come from samples
 SPACE_FACTOR = 1.2  # bytes on a drive over bytes of current rows at which a store can just work; with more it cleans less
 WRITE_AMPLIFICATION = 1.5  # bytes written over bytes of evicted rows: the cleaner copies live rows
 
@@ -101,7 +105,8 @@ class StepSetup:
         dense_copies: values that a dense kernel keeps per weight.
         k: steps between merge rounds; 0 where there is one replica.
         num_replicas: whole copies of the model.
-        merge_states: values per weight sent in a merge round: 1 for weights alone, 3 with both moments.
+        merge_weight_bytes: sent per weight in a merge round: 4 for weights alone in fp32, 12 with both moments.
+        num_steps: of the whole job, which tell how many rows will ever be touched; 0: without end.
         dense_parameters: of the dense layers.
         flops_per_sample: of the dense layers, forward and backward.
         prefetch: whether rows come up from drives, and across to devices, while earlier steps compute.
@@ -115,7 +120,8 @@ class StepSetup:
     dense_copies: int = 4
     k: int = 0
     num_replicas: int = 1
-    merge_states: int = 1
+    merge_weight_bytes: float = 4.0
+    num_steps: int = 0
     dense_parameters: int = 0
     flops_per_sample: float = 0.0
     prefetch: bool = True
@@ -132,7 +138,8 @@ class ShardWork:
 
     Attributes:
         quantities: by the names of `QUANTITIES`; those left out are 0.
-        memory: by the names of `MEMORIES`; those left out are 0.
+        memory: by the names of `MEMORIES`; those left out are 0. `index_bytes` is the part of `dram_bytes` that finds rows on drives.
+        touched_rows: that it will ever hold on a drive.
         num_missed_rows: rows per step that its cache did not hold.
         num_distinct_rows: different rows per step.
     """
@@ -141,6 +148,7 @@ class ShardWork:
     memory: Mapping[str, float]
     num_missed_rows: float = 0.0
     num_distinct_rows: float = 0.0
+    touched_rows: float = 0.0
 
     @cached_property
     def vector(self) -> Vector:
@@ -184,16 +192,21 @@ def shard_work(
         "update_rows": distinct,
         "update_bytes": _update_bytes(table, setup, ids, distinct, row_bytes, record_bytes, rows_share * columns_share, is_replica),
         "shards": 1.0,
+        "pooled_bytes": samples * table.num_features * row_bytes,
         **_exchange_bytes(table, setup, sharding, row_bytes, rows_share),
     }
     missed = 0.0
     if _has_cache(tier, on_device):
         missed = table.curve.missed_rows(draws, cached_rows) * rows_share
         quantities |= tier_quantities(tier, missed, distinct, record_bytes, on_device)
-    if setup.k:
-        quantities["merge_bytes"] = merge_bytes(table, setup, draws, row_bytes, rows_share)
-    memory = memory_bytes(table, setup, tier, cached_rows * rows_share, rows_share, columns_share, on_device)
-    return ShardWork(quantities, memory, missed, distinct)
+    if setup.k and setup.num_replicas > 1:
+        touched, union = merged_rows(table, setup, draws)
+        row_values = row_bytes / VALUE_BYTES * setup.merge_weight_bytes + MERGE_ROW_BYTES
+        quantities["merge_rows"] = (touched + union) * rows_share / setup.k
+        quantities["merge_bytes"] = quantities["merge_rows"] * row_values / setup.num_replicas
+    touched_rows = touched_share(table, setup, draws) * table.num_rows * rows_share
+    memory = memory_bytes(table, setup, tier, cached_rows * rows_share, touched_rows, rows_share, columns_share, on_device)
+    return ShardWork(quantities, memory, missed, distinct, touched_rows)
 
 
 def _has_cache(tier: Tier, on_device: bool) -> bool:
@@ -264,24 +277,34 @@ def read_unit_bytes(stored_bytes: float) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
-def merge_bytes(table: Table, setup: StepSetup, draws: float, row_bytes: float, rows_share: float) -> float:
-    """Sent to each other replica per step: rows touched since the last round, to their owner and, merged, back to all.
+def merged_rows(table: Table, setup: StepSetup, draws: float) -> tuple[float, float]:
+    """Rows that one replica touches from one merge round to the next, and those that any replica does.
 
     A replica sends its touched rows to owners spread over all replicas, 1/N of them to each; owners send the union of what all
     replicas touched to each.
     """
-    if setup.num_replicas < 2:
-        return 0.0
-    touched = table.curve.distinct_rows(draws * setup.k) * rows_share
-    union = table.curve.distinct_rows(draws * setup.k * setup.num_replicas) * rows_share
-    values = row_bytes * setup.merge_states + ID_BYTES
-    return (touched + union) / setup.num_replicas * values / setup.k
+    return table.curve.distinct_rows(draws * setup.k), table.curve.distinct_rows(draws * setup.k * setup.num_replicas)
+
+
+def touched_share(table: Table, setup: StepSetup, draws: float) -> float:
+    """Part of a table's rows that the whole job will touch: what is never touched takes no room on a drive."""
+    if not setup.num_steps:
+        return 1.0
+    expected = table.curve.distinct_rows(draws * setup.num_steps * max(setup.num_replicas, 1))
+    return min(TOUCHED_MARGIN * expected / table.num_rows, 1.0)
 
 
 def memory_bytes(
-    table: Table, setup: StepSetup, tier: Tier, cached_rows: float, rows_share: float, columns_share: float, on_device: bool
+    table: Table,
+    setup: StepSetup,
+    tier: Tier,
+    cached_rows: float,
+    touched_rows: float,
+    rows_share: float,
+    columns_share: float,
+    on_device: bool,
 ) -> dict[str, float]:
-    """Bytes that the shard takes in each tier."""
+    """Bytes that the shard takes in each tier; on drives and in their index, once all rows were touched that will be."""
     rows = table.num_rows * rows_share
     record = table.record_bytes * columns_share
     if setup.kernel == "dense":
@@ -293,5 +316,6 @@ def memory_bytes(
     if tier == "dram":
         held = rows * (record + (SLOT_OVERHEAD_BYTES if setup.kernel == "tiered" else 0))
         return {"dram_bytes": held, "row_bytes": held} | ({"device_bytes": slots} if on_device else {})
-    stored = rows * (record + RECORD_HEADER_BYTES) * SPACE_FACTOR
-    return {"ssd_bytes": stored, "dram_bytes": slots + rows * INDEX_BYTES_PER_ROW, "row_bytes": slots}
+    stored = touched_rows * (record + RECORD_HEADER_BYTES) * SPACE_FACTOR
+    index = index_memory_bytes(max(round(rows), 1), min(touched_rows, rows))
+    return {"ssd_bytes": stored, "dram_bytes": slots + index, "row_bytes": slots, "index_bytes": float(index)}

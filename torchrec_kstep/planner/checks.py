@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
+from torch import nn
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from torchrec_kstep.config.schema import PlannerConfig
@@ -72,6 +73,19 @@ def check_plan(plan: ShardingPlan, tables: Mapping[str, Sequence[EmbeddingBagCon
             findings += _mean_pooling_faults(configs, {name: sharding.sharding_type for name, sharding in module_plan.items()})
     if findings:
         raise PlanError("the plan is not usable:\n  " + "\n  ".join(findings))
+
+
+def check_tiers(
+    plan: ShardingPlan, tables: Mapping[str, Sequence[EmbeddingBagConfig]], sharders: Sequence[ModuleSharder[nn.Module]], num_ranks: int
+) -> None:
+    """Asks the sharders that divide tiers over the row stores of a plan whether each store gets what it needs.
+
+    Raises:
+        PlanError: one does not.
+    """
+    for sharder in sharders:
+        if hasattr(sharder, "check_plan"):
+            sharder.check_plan(plan, tables, num_ranks)
 
 
 def _has_tiered_table(module_plan: EmbeddingModuleShardingPlan) -> bool:

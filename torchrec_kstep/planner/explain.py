@@ -7,6 +7,7 @@ from torchrec_kstep.planner.placement import PlacedTable, Placement
 from torchrec_kstep.units import format_bytes, format_seconds
 
 _PHASE_WORDS = {
+    "loop": "the loop itself: Python, pipeline, autograd, copies of the batch",
     "ids": "sending ids to the ranks that hold the rows",
     "lookup": "looking rows up and pooling them",
     "outputs": "sending pooled rows back",
@@ -14,6 +15,7 @@ _PHASE_WORDS = {
     "gradients": "sending gradients of pooled rows",
     "update": "updating rows",
     "all_reduce": "summing gradients of dense layers and replicated tables",
+    "optimizer": "optimizer of the dense parameters",
     "merge": "merge rounds, spread over their steps",
     "tiers": "waiting for drives and for rows on their way to devices",
 }

@@ -1,7 +1,7 @@
 """Making a plan: constraints from the configuration, TorchRec's planner on rank 0, the result on all ranks."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,9 +12,12 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharde
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from torchrec_kstep.config.schema import PlannerConfig
+from torchrec_kstep.cost.calibration import Calibration, calibration_file, read_calibration
 from torchrec_kstep.errors import PlanError, TopologyError
-from torchrec_kstep.planner.checks import check_plan, check_tables, leaves_empty_shards
+from torchrec_kstep.planner.checks import check_plan, check_tables, check_tiers, leaves_empty_shards
 from torchrec_kstep.planner.emit import KERNELS
+from torchrec_kstep.planner.forecast import Forecast
+from torchrec_kstep.planner.run_shape import RunShape
 from torchrec_kstep.planner.tables import find_tables
 from torchrec_kstep.planner.topology_planner import Job, TopologyShardingPlanner
 from torchrec_kstep.topology import ClusterTopology, find_topology, load_topology, this_machine
@@ -39,6 +42,9 @@ def make_plan(
     batch_size: int,
     process_group: dist.ProcessGroup,
     ranks_per_host: int | None = None,
+    *,
+    run: RunShape | None = None,
+    tell: Callable[[Forecast], object] | None = None,
 ) -> ShardingPlan:
     """Plans every `EmbeddingBagCollection` inside `task`. Collective: call on all ranks of `process_group`.
 
@@ -52,6 +58,8 @@ def make_plan(
         batch_size: rows per rank and micro-batch, for the cost estimates of `sharding=auto`.
         process_group: all ranks.
         ranks_per_host: ranks that share a host's memory, where that is more than `world` tells: several replicas on a host.
+        run: replicas, merge rounds, length and data of the run (engine=topology).
+        tell: called on rank 0 with the prediction (engine=topology).
 
     Raises:
         PlanError: no plan satisfies the constraints or fits into memory, or TorchRec would compute wrong results under it.
@@ -59,7 +67,7 @@ def make_plan(
     outcome: list[ShardingPlan | PlanError | TopologyError | None] = [None]
     if dist.get_rank(process_group) == 0:
         try:
-            outcome[0] = plan_alone(task, config, world, sharders, batch_size, ranks_per_host=ranks_per_host)
+            outcome[0] = plan_alone(task, config, world, sharders, batch_size, ranks_per_host=ranks_per_host, run=run, tell=tell)
         except (PlanError, TopologyError) as error:
             outcome[0] = error
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(process_group, 0), group=process_group)
@@ -78,6 +86,9 @@ def plan_alone(
     batch_size: int,
     memory_per_rank_bytes: int | None = None,
     ranks_per_host: int | None = None,
+    *,
+    run: RunShape | None = None,
+    tell: Callable[[Forecast], object] | None = None,
 ) -> ShardingPlan:
     """Plans as `make_plan` does, in this process alone. Not collective.
 
@@ -90,12 +101,17 @@ def plan_alone(
         memory_per_rank_bytes: what a rank can hold; by default what the sharders' SSD tiers can, or without such this
             machine's DRAM, divided by the ranks per host.
         ranks_per_host: as in `make_plan`.
+        run: as in `make_plan`.
+        tell: as in `make_plan`.
     """
     tables = find_tables(task)
     check_tables(tables, config)
     if config.engine == "topology":
-        planner = topology_planner(tables, config, world, sharders, batch_size, memory_per_rank_bytes, ranks_per_host)
-        return planner.plan(task, sharders)
+        planner = topology_planner(tables, config, world, sharders, batch_size, memory_per_rank_bytes, ranks_per_host, run)
+        plan = planner.plan(task, sharders)
+        if tell is not None:
+            tell(planner.forecast())
+        return plan
     tier_bytes = max(getattr(sharder, "tier_bytes_per_rank", 0) for sharder in sharders)
     memory = memory_per_rank_bytes or tier_bytes or _host_memory_bytes() // (ranks_per_host or world.local_world_size)
     copies = max(getattr(sharder, "copies_per_weight", 1) for sharder in sharders)
@@ -114,6 +130,7 @@ def plan_alone(
         raise PlanError(_explain(error, tables, world, memory, copies)) from error
     _set_kernel(plan, KERNELS[config.kernel])
     check_plan(plan, tables)
+    check_tiers(plan, tables, sharders, world.world_size)
     return plan
 
 
@@ -125,16 +142,18 @@ def topology_planner(
     batch_size: int,
     memory_per_rank_bytes: int | None = None,
     ranks_per_host: int | None = None,
+    run: RunShape | None = None,
 ) -> TopologyShardingPlanner:
     """Returns the planner that knows the machines, set up as `plan_alone` uses it.
 
     Raises:
         TopologyError: the topology of the configuration has too few hosts, or devices, on which nothing is trained yet.
     """
+    run = run or RunShape()
     per_host = ranks_per_host or world.local_world_size
     has_ssd = any(getattr(sharder, "tier_bytes_per_rank", 0) for sharder in sharders)
     paths = next((sharder.ssd_paths for sharder in sharders if has_ssd and hasattr(sharder, "ssd_paths")), ())
-    topology = _topology(config.topology, world.num_hosts, paths)
+    topology = _topology(config.topology, run.num_hosts or world.num_hosts, paths)
     row_bytes = next((sharder.cache_bytes_per_host for sharder in sharders if has_ssd and hasattr(sharder, "cache_bytes_per_host")), None)
     ssd_bytes = max(getattr(sharder, "tier_bytes_per_rank", 0) for sharder in sharders) * per_host
     job = Job(
@@ -142,13 +161,34 @@ def topology_planner(
         world_size=world.world_size,
         local_world_size=world.local_world_size,
         kernel=config.kernel,
-        num_replicas=max(1, per_host // world.local_world_size),
+        k=run.k,
+        num_replicas=run.num_replicas or max(1, per_host // world.local_world_size),
+        merge_weight_bytes=run.merge_weight_bytes,
+        num_steps=run.num_steps,
         threads_per_rank=torch.get_num_threads(),
         dram_bytes_per_host=row_bytes if memory_per_rank_bytes is None else int(memory_per_rank_bytes * per_host * (1 - RESERVED_SHARE)),
         ssd_bytes_per_host=ssd_bytes,
+        prefetch=run.prefetch,
     )
     folder = Path(config.plan_cache) if config.plan_cache else None
-    return TopologyShardingPlanner(topology, job, topology_constraints(tables, config), cache_folder=folder)
+    calibration = calibration_of(config, topology)
+    return TopologyShardingPlanner(
+        topology, job, topology_constraints(tables, config), run.usage(), calibration=calibration, cache_folder=folder
+    )
+
+
+def calibration_of(config: PlannerConfig, topology: ClusterTopology) -> Calibration | None:
+    """Reads the calibration that the configuration names, or else the one beside its topology file, if there is one.
+
+    Raises:
+        TopologyError: it is damaged, or belongs to other machines.
+    """
+    if config.calibration:
+        return read_calibration(Path(config.calibration).expanduser(), topology)
+    if not config.topology:
+        return None
+    file = calibration_file(find_topology(config.topology))
+    return read_calibration(file, topology) if file.is_file() else None
 
 
 def _topology(name_or_file: str, num_hosts: int, ssd_paths: Sequence[str]) -> ClusterTopology:

@@ -14,17 +14,20 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec_kstep._version import __version__
 from torchrec_kstep.config.suggest import did_you_mean
 from torchrec_kstep.cost import AccessCurve, Coefficients, Machine, StepSetup, Table
+from torchrec_kstep.cost.calibration import Calibration
 from torchrec_kstep.cost.price import price
 from torchrec_kstep.cost.work import SLOT_OVERHEAD_BYTES
 from torchrec_kstep.errors import PlanError, TopologyError
-from torchrec_kstep.planner.checks import check_plan
+from torchrec_kstep.planner.checks import check_plan, check_tiers
 from torchrec_kstep.planner.emit import sharding_plan
+from torchrec_kstep.planner.forecast import Forecast, forecast
 from torchrec_kstep.planner.misfit import misfit_text
 from torchrec_kstep.planner.options import Wishes, classes_of
 from torchrec_kstep.planner.placement import PlacedTable, Placement, PoolUse
 from torchrec_kstep.planner.plan_cache import PlanCache
 from torchrec_kstep.planner.search import Problem, Solution, solve
 from torchrec_kstep.planner.tables import find_tables, fusion_of, wishes_of
+from torchrec_kstep.planner.traces import Usage
 from torchrec_kstep.topology import ClusterTopology
 
 DEFAULT_ZIPF_EXPONENT = 1.05
@@ -41,6 +44,8 @@ class Job:
         kernel: "dense", "fused" or "tiered".
         k: steps between merge rounds; 0 for one replica.
         num_replicas: whole copies of the model.
+        merge_weight_bytes: sent per weight in a merge round.
+        num_steps: of the whole run, which bound the rows that will ever be touched; 0: without end.
         threads_per_rank: cores that a rank computes with.
         dram_bytes_per_host: DRAM for rows, indexes not counted; None: what a host has, without a reserve.
         ssd_bytes_per_host: what rows on drives must fit into; None: what the drives hold; 0: no rows go there.
@@ -54,6 +59,8 @@ class Job:
     kernel: str = "tiered"
     k: int = 0
     num_replicas: int = 1
+    merge_weight_bytes: float = 4.0
+    num_steps: int = 0
     threads_per_rank: float = 1.0
     dram_bytes_per_host: int | None = None
     ssd_bytes_per_host: int | None = None
@@ -77,8 +84,8 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         topology: ClusterTopology,
         job: Job,
         constraints: Mapping[str, ParameterConstraints] | None = None,
-        curves: Mapping[str, AccessCurve] | None = None,
-        coefficients: Coefficients | None = None,
+        usage: Usage | None = None,
+        calibration: Calibration | None = None,
         cache_folder: Path | None = None,
         callbacks: Sequence[Callable[[Placement], None]] = (),
     ) -> None:
@@ -88,16 +95,18 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
             topology: the machines.
             job: ranks, replicas, batch, kernel, memory.
             constraints: by table, as TorchRec's planner takes them.
-            curves: how often which rows are asked for, by table; others follow `job.zipf_exponent`.
-            coefficients: of the software.
+            usage: how often which rows are asked for, by table; others follow `job.zipf_exponent`.
+            calibration: coefficients of the software that were fitted to runs; None: the defaults.
             cache_folder: where plans are kept; the same task on the same machines is then planned once.
             callbacks: called with each placement that was made or found.
         """
         self.topology, self.job = topology, job
         self.constraints = dict(constraints or {})
         self.placement: Placement | None = None
-        self._curves = dict(curves or {})
-        self._coefficients = coefficients or Coefficients()
+        self._usage = usage or Usage()
+        self._priced: tuple[StepSetup, list[Table]] | None = None
+        self._calibration = calibration
+        self._coefficients = Coefficients() if calibration is None else calibration.coefficients
         self._cache = None if cache_folder is None else PlanCache(cache_folder)
         self._callbacks = tuple(callbacks)
 
@@ -112,6 +121,7 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         placement = self.place(module, tables, sharders)
         plan = sharding_plan(placement, "cuda" if self.topology.hosts[0].devices else "cpu")
         check_plan(plan, tables)
+        check_tiers(plan, tables, sharders, self.job.world_size)
         self.placement = placement
         for callback in self._callbacks:
             callback(placement)
@@ -147,6 +157,7 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         named = [(path, config) for path, configs in tables.items() for config in configs]
         uniform: dict[int, AccessCurve] = {}
         priced = [self._table(config, fusion.state_bytes(config.embedding_dim), uniform) for _, config in named]
+        self._priced = (setup, priced)
         wishes = [self._wishes(path, config, tables, sharders) for path, config in named]
         key = self._key(setup, named, priced, wishes)
         if self._cache is not None and (known := self._cache.read(key)) is not None:
@@ -157,7 +168,7 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         problem = Problem(machine, classes_of(priced, setup, wishes, machine.on_device))
         solution = solve(problem)
         if solution.score.overflow > 0:
-            raise PlanError(misfit_text(problem, solution, [table.name for table in priced], self.topology, self.job.kernel))
+            raise PlanError(misfit_text(problem, solution, priced, self.topology, self.job.kernel))
         placement = self._placement(key, named, priced, problem, solution)
         if self._cache is not None:
             self._cache.write(placement)
@@ -177,10 +188,24 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
             dense_copies=copies_per_weight,
             k=job.k,
             num_replicas=job.num_replicas,
+            merge_weight_bytes=job.merge_weight_bytes,
+            num_steps=job.num_steps,
             dense_parameters=dense,
             flops_per_sample=6.0 * dense,
             prefetch=job.prefetch,
         )
+
+    def forecast(self) -> Forecast:
+        """What the last plan made here gives each rank to do, for comparing it with what is measured.
+
+        Raises:
+            PlanError: nothing was planned here.
+        """
+        if self._priced is None or self.placement is None:
+            raise PlanError("nothing was planned here yet, so nothing is forecast: call plan() first")
+        setup, tables = self._priced
+        made = forecast(self.topology, setup, self.job.threads_per_rank, tables, self.placement, self._coefficients)
+        return made if self._calibration is None else replace(made, calibration=self._calibration.told)
 
     def machine(self, setup: StepSetup) -> Machine:
         """The machines in numbers."""
@@ -195,9 +220,12 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
 
     def _table(self, config: EmbeddingBagConfig, state_bytes: int, zipf: dict[int, AccessCurve]) -> Table:
         constraint = self.constraints.get(config.name)
-        curve = self._curves.get(config.name)
+        curve = self._usage.curves.get(config.name)
         if curve is None:
             curve = zipf.setdefault(config.num_embeddings, AccessCurve.zipf(config.num_embeddings, self.job.zipf_exponent))
+        counted = self._usage.ids_per_sample.get(config.name)
+        if counted is not None and (constraint is None or list(constraint.pooling_factors) == [1.0]):
+            return Table(config.name, config.num_embeddings, config.embedding_dim, curve, counted, config.num_features(), state_bytes)
         factors = [1.0] * config.num_features() if constraint is None else list(constraint.pooling_factors)
         if len(factors) == 1:
             factors *= config.num_features()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchrec_kstep.cost import index_memory_bytes
 from torchrec_kstep.ops.batch import TableSpec
 from torchrec_kstep.optim_spec import OptimizerSpec
 from torchrec_kstep.storage.division import RecordLayout, divide_dram, payload_bytes
@@ -11,10 +12,6 @@ from torchrec_kstep.tier_config import TierConfig
 from torchrec_kstep.units import KIB, MIB, format_bytes
 
 # The compiled store's own constants (kernels/storage, kernels/cache).
-_CHUNK_ROWS = 1 << 16  # row_index: rows per chunk
-_CHUNK_HEADER_BYTES, _POINTER_BYTES = 24, 8
-_SPARSE_CAPACITIES = [1 << bits for bits in range(4, 16)]
-_SPARSE_LOAD, _SPARSE_ENTRY_BYTES, _DENSE_ENTRY_BYTES = 0.75, 6, 4
 _SLOT_STATE_BYTES, _MIN_CACHE_ENTRIES, _CACHE_ENTRY_BYTES = 16, 1024, 8  # row_cache: state; hash and announcements per entry
 _WRITE_BUFFERS, _WRITE_BUFFER_BYTES = 8, MIB  # row_log: per log
 _MIN_SEGMENT_BYTES, _SEGMENT_SHARE = 256 * KIB, 32  # row_log: a segment is at most 1/32 of the live bytes
@@ -127,48 +124,11 @@ def estimate(
     )
 
 
-def index_memory_bytes(num_rows: int, touched_rows: int) -> int:
-    """Expected DRAM of the index of one table whose touched rows are spread evenly over it."""
-    num_full_chunks, rest_rows = divmod(num_rows, _CHUNK_ROWS)
-    density = touched_rows / num_rows
-    chunk_bytes = num_full_chunks * _chunk_memory_bytes(_CHUNK_ROWS, density) + _chunk_memory_bytes(rest_rows, density)
-    return round((num_full_chunks + bool(rest_rows)) * _POINTER_BYTES + chunk_bytes)
-
-
-def _chunk_memory_bytes(num_rows: int, density: float) -> float:
-    """Expected bytes of a chunk of `num_rows` rows, each touched with probability `density`."""
-    if not num_rows:
-        return 0.0
-    mean = num_rows * density
-    deviation = math.sqrt(mean * (1 - density))
-    share_used = 1.0 if density >= 1 else -math.expm1(num_rows * math.log1p(-density))
-    expected, capacity_bytes = 0.0, 0
-    for capacity, next_bytes in _capacity_steps():
-        # A chunk is made with its first row, when the normal distribution is no guide yet.
-        share = share_used if capacity == 0 else _share_above(_SPARSE_LOAD * capacity + 0.5, mean, deviation)
-        expected += (next_bytes - capacity_bytes) * share
-        capacity_bytes = next_bytes
-    return expected + _CHUNK_HEADER_BYTES * share_used
-
-
 def cache_memory_bytes(layout: RecordLayout, share_bytes: int) -> int:
     """DRAM that a cache takes when it is given `share_bytes`."""
     capacity = share_bytes // layout.slot_bytes
     entries = max(_MIN_CACHE_ENTRIES, 1 << max(0, 2 * capacity - 1).bit_length())
     return capacity * (layout.stride_bytes + _SLOT_STATE_BYTES) + entries * _CACHE_ENTRY_BYTES
-
-
-def _capacity_steps() -> list[tuple[int, int]]:
-    """(capacity that is outgrown, bytes of the next one) of a chunk of the index."""
-    steps = [(0, _SPARSE_CAPACITIES[0] * _SPARSE_ENTRY_BYTES)]
-    steps += [(small, 2 * small * _SPARSE_ENTRY_BYTES) for small in _SPARSE_CAPACITIES[:-1]]
-    return [*steps, (_SPARSE_CAPACITIES[-1], _CHUNK_ROWS * _DENSE_ENTRY_BYTES)]
-
-
-def _share_above(threshold: float, mean: float, deviation: float) -> float:
-    if deviation == 0.0:
-        return float(mean > threshold)
-    return 0.5 * math.erfc((threshold - mean) / (deviation * math.sqrt(2)))
 
 
 def _disk_bytes(layout: RecordLayout, tables: Sequence[tuple[TableSpec, int]], config: TierConfig) -> tuple[int, int]:

@@ -224,6 +224,14 @@ class ClusterTopology:
         return replace(self, hosts=(self.hosts + copies)[:num_hosts])
 
     @property
+    def cores_fingerprint(self) -> str:
+        """A hash over what is said of the first host's cores, memories, devices and exchange."""
+        host = self.hosts[0]
+        parts: list[NumaNode | Device | Exchange] = [*host.numa_nodes, *host.devices, host.exchange]
+        values = [asdict(part) for part in parts]
+        return hashlib.sha256(dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
     def fingerprint(self) -> str:
         """A hash over everything that a plan depends on."""
         values = {key: value for key, value in asdict(self).items() if key not in ("source", "assumed", "name")}

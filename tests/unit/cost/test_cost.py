@@ -12,7 +12,7 @@ from torchrec_kstep.errors import TopologyError
 from torchrec_kstep.topology import ClusterTopology, Device, Drive, DrivePoint, Exchange, Host, Link, Network, Nic, NumaNode
 from torchrec_kstep.units import GIB
 
-FREE = Coefficients(lookup_id_s=0, update_row_s=0, device_shard_s=0, core_shard_s=0, tier_row_s=0, collective_s=0, device_collective_s=0)
+FREE = Coefficients.zero()
 
 
 def cpu_host(name: str = "host", nic: float = 1e9) -> Host:
