@@ -17,8 +17,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_kstep.optim.kstep import KStepAdam
 from torchrec_kstep.optim_spec import AdamSpec
 from torchrec_kstep.replicas import KStepEnv
+from torchrec_kstep.sharding import BagSharder
 from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
+from torchrec_kstep.torchrec_seam.sharding import EmbOptimType
 from torchrec_kstep.world import World
 
 ROWS = {"a": 40, "b": 12}
@@ -57,22 +59,38 @@ class Trained:
 
     @classmethod
     def make(
-        cls, env: KStepEnv, spec: AdamSpec = SPEC, seed: int = 5, has_batch_norm: bool = True, is_deferred: bool = False, **options: Any
+        cls,
+        env: KStepEnv,
+        spec: AdamSpec = SPEC,
+        seed: int = 5,
+        has_batch_norm: bool = True,
+        is_deferred: bool = False,
+        kernel: str = CUSTOMIZED_KERNEL,
+        places: Mapping[str, Any] | None = None,
+        model_type: type[Model] = Model,
+        **options: Any,
     ) -> "Trained":
         """Builds both. Replicas whose dense weights start from different seeds must start alike all the same."""
         torch.manual_seed(seed)
-        model = Model(has_batch_norm)
+        model = model_type(has_batch_norm)
         sharing = env.replica_world
-        places = {"a": row_wise(compute_kernel="fused"), "b": table_wise(sharing.world_size - 1, compute_kernel="fused")}
+        default = {"a": row_wise(compute_kernel="fused"), "b": table_wise(sharing.world_size - 1, compute_kernel="fused")}
         module = construct_module_sharding_plan(
-            model.ebc, places, local_size=sharing.local_world_size, world_size=sharing.world_size, device_type="cpu"
+            model.ebc, {**default, **(places or {})}, local_size=sharing.local_world_size, world_size=sharing.world_size, device_type="cpu"
         )
         for sharding in module.values():
-            sharding.compute_kernel = CUSTOMIZED_KERNEL
+            sharding.compute_kernel = kernel
+        sharders: dict[str, Any] = {
+            CUSTOMIZED_KERNEL: lambda: TieredEmbeddingBagCollectionSharder(spec, deferred=is_deferred),
+            "dense": BagSharder,
+            "fused": lambda: BagSharder({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}),
+        }
+        if kernel == "dense":
+            options["table_adam"] = spec
         dmp = DistributedModelParallel(
             model,
             plan=env.localize(ShardingPlan({"ebc": module})),
-            sharders=[TieredEmbeddingBagCollectionSharder(spec, deferred=is_deferred)],
+            sharders=[sharders[kernel]()],
             **env.dmp_kwargs(),
         )
         return cls(env, dmp, KStepAdam(dmp, env=env, lr=0.01, **options))

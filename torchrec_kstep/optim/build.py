@@ -15,7 +15,7 @@ from torchrec_kstep.optim.clipping import GlobalNormClipping
 from torchrec_kstep.optim.keyed import OPTIMIZERS, TorchOptimizer, torch_optimizer
 from torchrec_kstep.optim.schedule import IS_TABLE
 from torchrec_kstep.torchrec_seam.optim import DeferredUpdate, ShardedTensor
-from torchrec_kstep.torchrec_seam.sharding import ShardedEmbeddingBagCollection
+from torchrec_kstep.torchrec_seam.sharding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
 
 def build_optimizer(dmp: DistributedModelParallel, config: OptimConfig, accumulation: int = 1) -> KeyedOptimizer:
@@ -85,7 +85,11 @@ def split_parameters(dmp: DistributedModelParallel) -> tuple[dict[str, nn.Parame
     A rank without any part of a table has an empty parameter in its name. It is left out: it never gets a gradient, and
     its step count of zero would compete with that of the other ranks in a checkpoint.
     """
-    prefixes = tuple(f"{path}." for path, module in dmp.module.named_modules() if isinstance(module, ShardedEmbeddingBagCollection))
+    prefixes = tuple(
+        f"{path}."
+        for path, module in dmp.module.named_modules()
+        if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
+    )
     dense: dict[str, nn.Parameter] = {}
     embedding: dict[str, nn.Parameter] = {}
     for name, param in in_backward_optimizer_filter(dmp.named_parameters()):

@@ -5,7 +5,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec_kstep.config.schema import KStepConfig, OptimConfig
 from torchrec_kstep.merge_spec import RECIPES, MergeSpec
 from torchrec_kstep.optim.kstep import KStepAdam
+from torchrec_kstep.optim_spec import AdamSpec
 from torchrec_kstep.replicas import KStepEnv
+from torchrec_kstep.sharding.sharder import row_optimizer
 
 
 def build_kstep_adam(
@@ -26,6 +28,7 @@ def build_kstep_adam(
         LaunchError: ranks differ.
     """
     recipe = RECIPES["paper" if kstep.recipe == "paper" else "default"]
+    rule = row_optimizer(optim, kstep, env.num_replicas)
     stages = {0: kstep.k} | {int(first): int(k) for first, k in (stage.split(":") for stage in kstep.stages)}
     return KStepAdam(
         dmp,
@@ -36,9 +39,11 @@ def build_kstep_adam(
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         clip_norm=optim.clip_norm,
+        clip_covers="all" if optim.clip_covers == "all" else "dense",
         variant="frozen" if kstep.variant == "frozen" else "local",
         is_amsgrad=kstep.is_amsgrad,
         merge=merge_spec(kstep, seed),
+        table_adam=rule if isinstance(rule, AdamSpec) else None,
         lr_factor=kstep.lr_factor or recipe.lr_factor(env.num_replicas),
         num_warmup_steps=kstep.num_warmup_steps,
         num_steps_per_pass=num_steps_per_pass,

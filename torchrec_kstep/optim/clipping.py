@@ -1,11 +1,13 @@
 """A bound on the norm of the whole gradient: dense parameters and tables of all ranks together."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
+
+ClipCovers = Literal["dense", "all"]
 
 _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -24,12 +26,17 @@ class KeepsRowGradients(Protocol):
 class GlobalNormClipping(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type information
     """Scales all gradients down before a step so that their norm is at most a bound: `clip_grad_norm_` of an unsharded model.
 
-    The norm is taken over replicated parameters, over the parts of sharded tables on all ranks, and over the row gradients
-    that tiered tables keep in deferred mode. One scalar is summed over the ranks for it, in each step.
+    The norm is taken over replicated parameters, over the parts of sharded tables on all ranks of the model, and over the row
+    gradients that tiered tables keep in deferred mode. One scalar is summed over these ranks for it, in each step.
     """
 
     def __init__(
-        self, optimizer: KeyedOptimizer, replicated: Sequence[torch.Tensor], sharded: Sequence[torch.Tensor], max_norm: float
+        self,
+        optimizer: KeyedOptimizer,
+        replicated: Sequence[torch.Tensor],
+        sharded: Sequence[torch.Tensor],
+        max_norm: float,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Wraps `optimizer`.
 
@@ -38,12 +45,14 @@ class GlobalNormClipping(OptimizerWrapper):  # type: ignore[misc]  # torchrec ha
             replicated: parameters whose gradients are the same on all ranks.
             sharded: this rank's parts of parameters that are divided over the ranks.
             max_norm: the bound, above 0.
+            process_group: the ranks that share the model; None for all ranks of the job.
         """
         super().__init__(optimizer)
         self._replicated = list(replicated)
         self._sharded = list(sharded)
         self._keepers = [part for part in _leaves(optimizer) if isinstance(part, KeepsRowGradients)]
         self._max_norm = max_norm
+        self._process_group = process_group
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Scales the gradients and steps. Collective."""
@@ -61,8 +70,8 @@ class GlobalNormClipping(OptimizerWrapper):  # type: ignore[misc]  # torchrec ha
         own = _squared_norm(self._sharded)
         for keeper in self._keepers:
             own += keeper.squared_gradient_norm().to(own.device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(own)
+        if dist.is_initialized() and dist.get_world_size(self._process_group) > 1:
+            dist.all_reduce(own, group=self._process_group)
         return (own + _squared_norm(self._replicated)).sqrt()
 
 

@@ -9,26 +9,37 @@ from time import perf_counter
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
 
-from torchrec_kstep.errors import CheckpointError, ConfigError, MergeError, RankFailure
+from torchrec_kstep.errors import CheckpointError, MergeError, RankFailure
 from torchrec_kstep.merge.dense import FIRST, SECOND, WEIGHT, DenseMerger, ReplicaMean
 from torchrec_kstep.merge.gradients import GradientExchange
 from torchrec_kstep.merge.rows import RowMerger
 from torchrec_kstep.merge.transport import ProcessGroupTransport
 from torchrec_kstep.merge_spec import RECIPES, MergeSpec, RecipeName, mixture_warnings
 from torchrec_kstep.optim.build import mark_tables, split_parameters
+from torchrec_kstep.optim.clipping import ClipCovers, GlobalNormClipping
 from torchrec_kstep.optim.frozen import FrozenAdam
 from torchrec_kstep.optim.keyed import TorchOptimizer, torch_optimizer
-from torchrec_kstep.optim.kstep_model import buffers_of, check_settings, check_tables, counts_touches, plan_of
+from torchrec_kstep.optim.kstep_model import (
+    buffers_of,
+    check_replicated,
+    check_settings,
+    check_tables,
+    counts_touches,
+    plan_of,
+    table_spec,
+)
 from torchrec_kstep.optim.period import Period, few_rounds_warning
 from torchrec_kstep.optim.rounds import RoundTotals
 from torchrec_kstep.optim_spec import AdamSpec
 from torchrec_kstep.replicas import KStepEnv, plan_digest
+from torchrec_kstep.sharding.plain import PlainKernel, plain_kernels
+from torchrec_kstep.sharding.tiered.kernel import TieredKernel
 from torchrec_kstep.sharding.tiered.state import kernels_of_model
-from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
 
 Variant = Literal["local", "frozen"]
 STATE_KEY = "kstep"
@@ -37,10 +48,11 @@ STATE_KEY = "kstep"
 class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type information
     """Adam over a sharded model whose replicas exchange nothing for k steps and are merged then. See docs/kstep.md.
 
-    Tiered tables are stepped by their own kernels as their `AdamSpec` says, dense parameters by Adam as said here. A step is one
-    call of `step()`, however many backwards came before. After k steps without exchange a *round* merges the rows that any
-    replica touched, the dense parameters and the buffers; afterwards all replicas hold the same bits. k = 1 is synchronous
-    training: gradients are averaged over replicas before every step. One replica is plain Adam for every k.
+    Tiered tables are stepped by their own kernels as their `AdamSpec` says, tables with TorchRec's dense kernel by the same rule
+    (`table_adam`), dense parameters by Adam as said here. A step is one call of `step()`, however many backwards came before. After
+    k steps without exchange a *round* merges the rows that any replica touched, the dense parameters and the buffers; afterwards all
+    replicas hold the same bits. k = 1 is synchronous training: gradients are averaged over replicas before every step. One replica
+    is plain Adam for every k.
 
     Call `merge()` on all ranks before the model is evaluated, saved or exported, and at the end: between rounds replicas differ,
     and `state_dict` refuses. `zero_grad`, `step` and `merge` are collective; all ranks must take equally many steps.
@@ -57,10 +69,12 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         clip_norm: float = 0.0,
+        clip_covers: ClipCovers = "dense",
         variant: Variant = "local",
         is_amsgrad: bool = False,
         recipe: RecipeName = "default",
         merge: MergeSpec | None = None,
+        table_adam: AdamSpec | None = None,
         lr_factor: float | None = None,
         num_warmup_steps: int = 0,
         num_steps_per_pass: int | None = None,
@@ -76,13 +90,16 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             betas: decays of the dense moments.
             eps: of the dense part.
             weight_decay: L2 added to dense gradients; tables have that of their `AdamSpec`.
-            clip_norm: bound on the norm of the dense gradient, tables not counted; of one replica in local steps, of the mean over
-                replicas at k = 1; 0 = none.
+            clip_norm: bound on the norm of the gradient; of one replica in local steps, of the mean over replicas at k = 1; 0 = none.
+            clip_covers: "dense": the norm is that of dense parameters, and tables are left alone; "all": of dense parameters and
+                tables together, and all are scaled. Rows are then updated in `step` instead of inside backward.
             variant: "local": every replica divides by its own second moment; "frozen": by the larger of its own and the one of the last
                 round.
             is_amsgrad: in the frozen variant, never lets the shared second moment fall.
             recipe: what belongs together, "default" or "paper".
             merge: how rounds merge, in place of a recipe; its `k` and `timeout_s` are not used.
+            table_adam: rule of tables with TorchRec's dense kernel, which update the rows of a batch as tiered tables do, not all rows as
+                `torch.optim.Adam` would; what rounds need is added to it. None = `lr`, `betas`, `eps` and the recipe's bias correction.
             lr_factor: factor on all learning rates in local steps; None = the recipe's, or 1 where `merge` is given.
             num_warmup_steps: steps at the start with k = 1.
             num_steps_per_pass: steps of one pass over the data, to warn where it has too few rounds.
@@ -97,9 +114,14 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         self.spec = replace(merge or MergeSpec.of_recipe(recipe), k=max(self.period.largest, 1), timeout_s=env.timeout_s)
         own_factor = 1.0 if merge is not None else RECIPES[recipe].lr_factor(env.num_replicas)
         self._lr_factor = own_factor if lr_factor is None or env.num_replicas == 1 else lr_factor
-        self._kernels = kernels_of_model(dmp)
-        check_settings(variant, self.spec, self.period)
+        self._kernels: list[TieredKernel | PlainKernel] = [*kernels_of_model(dmp)]
+        check_settings(variant, clip_covers, self.spec, self.period)
         self._dense_adam: FrozenAdam | None = None
+        self._clips_tables = clip_norm > 0 and clip_covers == "all"
+        given = table_adam or AdamSpec(lr, betas=betas, eps=eps, bias_correction=RECIPES[recipe].bias_correction)
+        rule = given if env.num_replicas == 1 else table_spec(given, self.spec, variant, is_amsgrad)
+        self._plain = plain_kernels(dmp.module, rule, env.sharding_group)
+        self._kernels += self._plain
         optimizer = self._make_optimizer(dmp, lr, betas, eps, weight_decay, clip_norm, variant, is_amsgrad)
         super().__init__(optimizer)
         self.num_steps = 0
@@ -208,14 +230,10 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         is_amsgrad: bool,
     ) -> KeyedOptimizer:
         """Joins dense Adam and the optimizers of the tables."""
-        parts: list[KeyedOptimizer] = []
+        parts: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = []
         dense, tables_with_gradients = split_parameters(dmp)
-        if tables_with_gradients:
-            names = ", ".join(list(tables_with_gradients)[:3])
-            raise ConfigError(
-                f"KStepAdam: tables with the dense kernel ({names}) are stepped as a whole and cannot be merged by their touched rows: "
-                f'give them compute_kernel="{CUSTOMIZED_KERNEL}" (planner.kernel=tiered)'
-            )
+        own = {f"{kernel.path}.{shard.table}.weight" for kernel in self._plain for shard in kernel.shards}
+        check_replicated(name for name in tables_with_gradients if name not in own)
         self._dense_params = dense
         if dense:
             params: list[torch.Tensor] = list(dense.values())
@@ -224,10 +242,16 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             inner = self._dense_adam or torch_optimizer("adam", params, lr, betas, eps, weight_decay)
             optimizer: KeyedOptimizer = TorchOptimizer(dense, inner)
             self._dense_state = {name: inner.state[param] for name, param in dense.items()}
-            parts.append(GradientClippingOptimizer(optimizer, GradientClipping.NORM, clip_norm) if clip_norm else optimizer)
+            clips_dense = clip_norm > 0 and not self._clips_tables
+            parts.append(GradientClippingOptimizer(optimizer, GradientClipping.NORM, clip_norm) if clips_dense else optimizer)
+        parts += [(kernel.path, kernel.fused_optimizer) for kernel in self._plain]
         parts.append(dmp.fused_optimizer)
-        mark_tables(dmp.fused_optimizer)
-        return CombinedOptimizer(parts)
+        for tables in (dmp.fused_optimizer, *(kernel.fused_optimizer for kernel in self._plain)):
+            mark_tables(tables)
+        combined = CombinedOptimizer(parts)
+        if not self._clips_tables:
+            return combined
+        return GlobalNormClipping(combined, list(dense.values()), [], clip_norm, self.env.sharding_group)
 
     def _prepare_replicas(
         self,
@@ -266,6 +290,9 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             name: {WEIGHT: param.detach(), FIRST: self._dense_state[name]["exp_avg"], SECOND: self._dense_state[name]["exp_avg_sq"]}
             for name, param in self._dense_params.items()
         }
+        for kernel in self._plain:
+            for weight in kernel.weights():
+                dist.broadcast(weight, src=env.layout.merge_ranks(env.layout.position)[0], group=env.merge_group)
         self._agreement = env.round_agreement()
         self._dense = DenseMerger(env, self.spec, states, buffers_of(dmp), betas, summed_buffers)
         groups = [kernel.group for kernel in self._kernels]
@@ -280,7 +307,7 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         is_synchronous = self.is_synchronous
         is_tracking = self._rows is not None and not is_synchronous
         for kernel in self._kernels:
-            kernel.group.set_deferred(is_synchronous or kernel.fused_optimizer.is_deferred)
+            kernel.group.set_deferred(is_synchronous or self._clips_tables or kernel.fused_optimizer.is_deferred)
             if is_tracking is not self._is_tracking and counts_touches(kernel.group):
                 kernel.group.set_tracking(is_tracking)
         self._is_tracking = is_tracking
@@ -302,14 +329,12 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
                 group["lr"] = rate
 
     def _average_gradients(self) -> None:
-        """Averages all gradients over replicas, and updates rows by them. Collective."""
+        """Averages all gradients over replicas, for the step that follows. Collective."""
         with self._naming("gradients"):
             self._average_dense_gradients()
-            for kernel in self._kernels:
-                kernel.fused_optimizer.hand_over()
             for kernel, gradients in zip(self._kernels, self._gradients.exchange(), strict=True):
                 if gradients.unique_rows.numel():
-                    kernel.group.apply(gradients)
+                    kernel.fused_optimizer.take_over(gradients)
         self.totals.add_gradients(self._gradients.num_bytes_sent + self._gradient_mean.num_bytes_sent)
 
     def _average_dense_gradients(self) -> None:

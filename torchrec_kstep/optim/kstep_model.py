@@ -1,6 +1,8 @@
 """What KStepAdam asks of a sharded model: tables that can be merged, the plan, the buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import get_args
 
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -9,18 +11,25 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.merge_spec import MergeSpec
 from torchrec_kstep.ops.row_group import RowGroup
+from torchrec_kstep.optim.clipping import ClipCovers
 from torchrec_kstep.optim.period import Period
 from torchrec_kstep.optim_spec import AdamSpec
+from torchrec_kstep.sharding.plain import PlainKernel
 from torchrec_kstep.sharding.tiered.kernel import TieredKernel
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
-from torchrec_kstep.torchrec_seam.sharding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from torchrec_kstep.torchrec_seam.plain_kernel import fused_optimizers
+from torchrec_kstep.torchrec_seam.sharding import EmbeddingComputeKernel, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+
+_MERGED_KERNELS = (CUSTOMIZED_KERNEL, EmbeddingComputeKernel.DENSE.value)
 
 
-def check_settings(variant: str, spec: MergeSpec, period: Period) -> None:
+def check_settings(variant: str, clip_covers: str, spec: MergeSpec, period: Period) -> None:
     """Refuses what contradicts itself; lists every finding."""
     findings = []
     if variant not in ("local", "frozen"):
         findings.append(f"variant is {variant!r}, expected 'local' or 'frozen'")
+    if clip_covers not in get_args(ClipCovers):
+        findings.append(f"clip_covers is {clip_covers!r}, expected 'dense' or 'all'")
     if variant == "frozen" and spec.overlap_steps:
         findings.append(
             f"variant='frozen' with overlap_steps={spec.overlap_steps}: replicas are not equal when a late round ends, so no second moment "
@@ -35,17 +44,41 @@ def check_settings(variant: str, spec: MergeSpec, period: Period) -> None:
         raise ConfigError("KStepAdam: " + "; ".join(findings))
 
 
-def check_tables(dmp: DistributedModelParallel, kernels: Sequence[TieredKernel], merges_rows: bool) -> None:
+def table_spec(given: AdamSpec, merge: MergeSpec, variant: str, is_amsgrad: bool) -> AdamSpec:
+    """Returns the rule by which rows with the dense kernel are updated, with what rounds need beside it."""
+    return replace(
+        given,
+        touches="count",
+        num_trackers=merge.num_trackers,
+        step_per_moment=given.bias_correction == "row" and merge.m_period_rounds != merge.v_period_rounds,
+        frozen=variant == "frozen",
+        amsgrad=variant == "frozen" and is_amsgrad,
+    )
+
+
+def check_replicated(tables: Iterable[str]) -> None:
+    """Refuses tables whose gradients DDP averages over all ranks of the job; `tables` are their parameters' names."""
+    if names := ", ".join(list(tables)[:3]):
+        raise ConfigError(
+            f"KStepAdam: tables {names} are sharded data_parallel: TorchRec averages their gradients over all ranks of the job in every "
+            "step, not over those of a replica; choose another sharding"
+        )
+
+
+def check_tables(dmp: DistributedModelParallel, kernels: Sequence[TieredKernel | PlainKernel], merges_rows: bool) -> None:
     """Refuses tables that cannot be merged; lists every finding."""
     findings = []
+    fused = fused_optimizers(dmp.module)
     for path, module in dmp.module.named_modules():
         if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             continue
         for table, sharding in module.module_sharding_plan.items():
-            if sharding.compute_kernel != CUSTOMIZED_KERNEL:
+            if sharding.compute_kernel not in _MERGED_KERNELS:
+                update = f", which steps it by {fused[table]} inside backward" if table in fused else ""
                 findings.append(
-                    f"table {table!r} of {path!r} has the kernel {sharding.compute_kernel!r}, whose touched rows and states are not ours "
-                    f'to merge: give it compute_kernel="{CUSTOMIZED_KERNEL}" (planner.kernel=tiered)'
+                    f"table {table!r} of {path!r} has the kernel {sharding.compute_kernel!r}{update}: replicas are merged by the rules of "
+                    f'Adam, and FBGEMM has no fused Adam on the CPU; give it compute_kernel="{CUSTOMIZED_KERNEL}" (planner.kernel=tiered) '
+                    'or "dense"'
                 )
     for kernel in kernels:
         spec = kernel.group.optimizer

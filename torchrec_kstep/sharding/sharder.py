@@ -36,15 +36,17 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # torchr
             memory by it, because TorchRec's own estimate counts none of those.
     """
 
-    def __init__(self, fused_params: dict[str, Any] | None = None, copies_per_weight: int = 1) -> None:
-        """Keeps the parameters of the fused kernels (none for dense kernels) and the memory factor."""
+    def __init__(self, fused_params: dict[str, Any] | None = None, copies_per_weight: int = 1, can_replicate: bool = True) -> None:
+        """Keeps the parameters of the fused kernels (none for dense kernels), the memory factor, and whether tables may be replicated."""
         super().__init__(fused_params=fused_params)
         self.copies_per_weight = copies_per_weight
 
+        self._can_replicate = can_replicate
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns the types that a plan may use; the device does not matter."""
         del compute_device_type
         return [
+        replicated = [ShardingType.DATA_PARALLEL.value] if self._can_replicate else []
             ShardingType.DATA_PARALLEL.value,
             ShardingType.TABLE_WISE.value,
             ShardingType.ROW_WISE.value,
@@ -93,7 +95,8 @@ def build_sharders(
             )
         ]
     if planner.kernel == "dense":
-        return [BagSharder(copies_per_weight=DENSE_COPIES.get(optim.embedding, 2))]
+        # TorchRec averages the gradients of replicated tables over all ranks of a job, not over those of a replica.
+        return [BagSharder(copies_per_weight=DENSE_COPIES.get(optim.embedding, 2), can_replicate=kstep is None)]
     fused_params: dict[str, Any] = {
         "optimizer": FUSED_OPTIMIZERS[optim.embedding],
         "learning_rate": optim.embedding_lr,

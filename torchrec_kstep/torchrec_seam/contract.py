@@ -83,6 +83,7 @@ NEEDED: tuple[Needed, ...] = (
     _needed("distributed.train_pipeline", "TrainPipelineSparseDist", "wait_sparse_data_dist", "context"),
     _needed("distributed.train_pipeline", "TrainPipelineSparseDist", "reset"),
     _needed("optim.fused", "FusedOptimizer", "post_load_state_dict"),
+    _needed("distributed.batched_embedding_kernel", "BatchedDenseEmbeddingBag", "forward", "features"),
 )
 
 

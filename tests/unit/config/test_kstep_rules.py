@@ -17,7 +17,8 @@ def loaded(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["planner=dense"], "only tiered tables know"),
+        (["planner=fused"], "no fused Adam on the CPU"),
+        (["planner=dense", "planner.tables={user: data_parallel}"], r"data_parallel \(user\)"),
         (["optim.dense=sgd"], "optim.dense=sgd"),
         (["optim.embedding=rowwise_adagrad"], "rules of Adam"),
         (["kstep.overlap_steps=5"], "at most 4"),
@@ -29,6 +30,11 @@ def loaded(*overrides: str) -> RunConfig:
 def test_what_cannot_be_merged_is_refused_before_any_rank_starts(overrides: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         loaded("kstep.k=5", *overrides)
+
+
+def test_tables_with_the_dense_kernel_and_a_bound_on_all_gradients_may_be_merged() -> None:
+    config = loaded("kstep.k=5", "planner=dense", "optim.clip_norm=1", "optim.clip_covers=all")
+    assert (config.kstep.k, config.planner.kernel, config.optim.clip_covers) == (5, "dense", "all")
 
 
 def test_without_replicas_nothing_is_asked() -> None:

@@ -93,6 +93,10 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
         if (summed := self._take_summed()) is not None:
             summed.grads.mul_(factor)
 
+    def take_over(self, gradients: RowGradients) -> None:
+        """Has `step` use these gradients, e.g. the mean over replicas, in place of those that wait. Not collective."""
+        self._summed = gradients
+
     def _take_summed(self) -> RowGradients | None:
         """Takes the gradients of this step over from the rows, where the next backward would add to them."""
         if self._group.num_pending:

@@ -1,0 +1,146 @@
+"""KStepAdam over tables that keep TorchRec's dense kernel: equal to tiered tables, and what is refused by name.
+
+Layer: multiprocess.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, table_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from tests.multiprocess.kstep_cases import SPEC, Trained, env_of, outcome_of
+from tests.multiprocess.test_kstep_train import kstep_config
+from tests.multiprocess.test_tiered_sequences import Sequences, share, tables
+from tests.multiprocess.tiny import TinyDataset, assert_equal_bits, fingerprints, finish
+from tests.spawn import SpawnRanks
+from torchrec_kstep.merge_spec import MergeSpec
+from torchrec_kstep.optim.kstep import KStepAdam
+from torchrec_kstep.torchrec_seam.sharding import EmbeddingCollectionSharder
+from torchrec_kstep.world import World
+
+pytestmark = pytest.mark.multiprocess
+
+CASES: dict[str, dict[str, Any]] = {
+    "rounds": {"k": 3},
+    "synchronous": {"k": 1},
+    "paper": {"k": 3, "recipe": "paper", "spec": replace(SPEC, bias_correction="global")},
+    "late": {"k": 3, "merge": MergeSpec(overlap_steps=1)},
+    "frozen": {"k": {0: 1, 2: 3}, "variant": "frozen", "spec": replace(SPEC, frozen=True)},
+    "clipped": {"k": 3, "clip_norm": 0.05, "clip_covers": "all"},
+    "columns": {"k": 3, "places": {"a": column_wise(ranks=[0, 1], compute_kernel="fused")}},
+}
+
+
+def shards_of(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    """Local shards of tables, connected to the model."""
+    return {
+        f"{name}@{list(shard.metadata.shard_offsets)}": shard.tensor
+        for name, value in dmp.state_dict().items()
+        if hasattr(value, "local_shards")
+        for shard in value.local_shards()
+    }
+
+
+def values_of(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    """Copies of the local shards."""
+    return {key: (shard + 0).as_subclass(torch.Tensor).detach().clone() for key, shard in shards_of(dmp).items()}
+
+
+def start_alike(source: DistributedModelParallel, target: DistributedModelParallel) -> None:
+    """Gives the tables of one model the weights of another of the same plan."""
+    start = values_of(source)
+    for key, shard in shards_of(target).items():
+        shard.copy_(start[key])
+
+
+def _both(_world: World, ranks_per_replica: int, names: list[str]) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """Weights of tables after 7 steps and a last merge, with tiered and with dense kernels, from equal weights."""
+    found: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for name in names:
+        case = {"has_batch_norm": False, **CASES[name]}
+        if ranks_per_replica == 1:
+            case.pop("places", None)
+        tiered = Trained.make(env_of(ranks_per_replica), **case)
+        dense = Trained.make(env_of(ranks_per_replica), kernel="dense", **case)
+        start_alike(tiered.dmp, dense.dmp)
+        found[name] = []
+        for trained in (tiered, dense):
+            trained.train(range(7))
+            trained.optimizer.merge()
+            found[name].append(values_of(trained.dmp))
+    return found
+
+
+@pytest.mark.parametrize(("ranks_per_replica", "names"), [(1, [name for name in CASES if name != "columns"]), (2, ["rounds", "columns"])])
+def test_dense_tables_equal_tiered_tables(spawn_ranks: SpawnRanks, ranks_per_replica: int, names: list[str]) -> None:
+    """FBGEMM sums a row's gradient in another order, hence not the same bits."""
+    ranks = spawn_ranks(_both, 2 * ranks_per_replica, args=(ranks_per_replica, names), timeout_s=110)
+    for found in ranks:
+        for name, (tiered, dense) in found.items():
+            assert tiered.keys() == dense.keys()
+            for key, value in tiered.items():
+                torch.testing.assert_close(dense[key], value, rtol=1e-6, atol=1e-6, msg=lambda text, n=name, k=key: f"{n}: {k}: {text}")
+    if ranks_per_replica == 1:
+        for name in names:
+            assert all(torch.equal(ranks[0][name][1][key], value) for key, value in ranks[1][name][1].items()), f"{name}: replicas differ"
+
+
+def _unpooled(_world: World) -> tuple[str, str]:
+    env = env_of(1)
+    model = Sequences(EmbeddingCollection(tables=tables()))
+    places = {name: table_wise(rank=0, compute_kernel="fused") for name in model.ec.embeddings}
+    module = construct_module_sharding_plan(model.ec, places, local_size=1, world_size=1, device_type="cpu")
+    for sharding in module.values():
+        sharding.compute_kernel = "dense"
+    plan = env.localize(ShardingPlan({"ec": module}))
+    dmp = DistributedModelParallel(model, plan=plan, sharders=[EmbeddingCollectionSharder()], **env.dmp_kwargs())
+    with pytest.raises(RuntimeError, match="split_sizes"):  # what upstream's kernel does with them: pool
+        dmp(share(0, 0)[0])
+    return outcome_of(lambda: KStepAdam(dmp, env=env, k=2, table_adam=SPEC))
+
+
+def test_dense_tables_without_pooling_are_refused_by_name(spawn_ranks: SpawnRanks) -> None:
+    for kind, text in spawn_ranks(_unpooled, 2):
+        assert kind == "ConfigError"
+        assert "tables a, b are read without pooling and have the dense kernel" in text
+
+
+def _refused(_world: World) -> list[tuple[str, str]]:
+    replicated = {"b": data_parallel()}
+    return [
+        outcome_of(lambda: Trained.make(env_of(1), k=3, kernel="fused")),
+        outcome_of(lambda: Trained.make(env_of(1), k=3, kernel="dense", places=replicated)),
+    ]
+
+
+def test_tables_that_cannot_be_merged_are_refused_by_name_and_reason(spawn_ranks: SpawnRanks) -> None:
+    for (fused_kind, fused), (replicated_kind, replicated) in spawn_ranks(_refused, 2):
+        assert fused_kind == replicated_kind == "ConfigError"
+        assert "table 'a' of 'ebc' has the kernel 'fused', which steps it by EXACT_SGD inside backward" in fused
+        assert "rules of Adam" in fused
+        assert "table 'b'" in fused
+        assert "ebc.embedding_bags.b.weight are sharded data_parallel" in replicated
+
+
+def _resumed(world: World, folder: str) -> tuple[dict[str, bytes], float | None]:
+    """`train` with planner.kernel=dense, stopped inside an interval and resumed."""
+    root = Path(folder)
+    config = kstep_config(planner__kernel="dense", checkpoint__every_steps=3)
+    unbroken, state = finish(config, world, TinyDataset(), root / "unbroken")
+    finish(replace(config, train=replace(config.train, max_steps=6)), world, TinyDataset(), root / "stopped")
+    resumed, _ = finish(config, world, TinyDataset(), root / "stopped")
+    assert_equal_bits(fingerprints(resumed), fingerprints(unbroken))
+    return fingerprints(unbroken), state.best_auc
+
+
+def test_training_with_dense_tables_learns_and_resumes(spawn_ranks: SpawnRanks, tmp_path: Path) -> None:
+    (first, auc), (second, _) = spawn_ranks(_resumed, 2, args=(str(tmp_path),), timeout_s=110)
+    assert_equal_bits(first, second)
+    assert auc is not None
+    assert auc > 0.6
