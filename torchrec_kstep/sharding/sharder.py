@@ -40,14 +40,14 @@ class BagSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]  # torchr
         """Keeps the parameters of the fused kernels (none for dense kernels), the memory factor, and whether tables may be replicated."""
         super().__init__(fused_params=fused_params)
         self.copies_per_weight = copies_per_weight
-
         self._can_replicate = can_replicate
+
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns the types that a plan may use; the device does not matter."""
         del compute_device_type
-        return [
         replicated = [ShardingType.DATA_PARALLEL.value] if self._can_replicate else []
-            ShardingType.DATA_PARALLEL.value,
+        return [
+            *replicated,
             ShardingType.TABLE_WISE.value,
             ShardingType.ROW_WISE.value,
             ShardingType.COLUMN_WISE.value,
