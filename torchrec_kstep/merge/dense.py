@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.merge_spec import MergeSpec
 from torchrec_kstep.replicas import KStepEnv
 
@@ -117,6 +118,9 @@ class DenseMerger:
             buffers: by name.
             betas: decay of the moments, for corrections that come late.
             summed_buffers: names of buffers that add up over ranks.
+
+        Raises:
+            ConfigError: such a name is that of no floating point buffer.
         """
         self._env = env
         self._spec = spec
@@ -124,6 +128,9 @@ class DenseMerger:
         self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point() and buffer.numel()}
         self._decay = {WEIGHT: 1.0, FIRST: betas[0], SECOND: betas[1]}
         self._summed = [name for name in self._buffers if name in summed_buffers]
+        if unknown := ", ".join(repr(name) for name in summed_buffers if name not in self._buffers):
+            known = ", ".join(self._buffers) or "none"
+            raise ConfigError(f"summed_buffers: {unknown}: not among the model's floating point buffers ({known})")
         self._mean = ReplicaMean(env, spec.seed)
         self._background: ThreadPoolExecutor | None = None
         self._pending: tuple[DenseRound, Future[torch.Tensor]] | None = None
