@@ -58,23 +58,30 @@ def _norms(world: World, ranks_per_replica: int, k: int) -> list[tuple[float, fl
 
     env = env_of(ranks_per_replica)
     trained = Trained.make(env, FLAT, has_batch_norm=False, k=k, clip_norm=BOUND, clip_covers="all")
-    GlobalNormClipping.gradient_norm = watched  # type: ignore[method-assign]  # of this process alone
     expected = []
-    for step in range(NUM_STEPS):
-        shares_gradient = k == 1 or ranks_per_replica == world.world_size
-        streams = range(world.world_size) if shares_gradient else [world.rank]
-        expected.append(plain_norm(whole_weights(trained), [batch(step, stream) for stream in streams]))
-        trained.step(batch(step, world.rank))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(GlobalNormClipping, "gradient_norm", watched)
+        for step in range(NUM_STEPS):
+            shares_gradient = k == 1 or ranks_per_replica == world.world_size
+            streams = range(world.world_size) if shares_gradient else [world.rank]
+            expected.append(plain_norm(whole_weights(trained), [batch(step, stream) for stream in streams]))
+            trained.step(batch(step, world.rank))
     return list(zip(seen, expected, strict=True))
 
 
-@pytest.mark.parametrize(("ranks_per_replica", "k"), [(1, 1), (1, 3), (2, 3)], ids=["synchronous", "local", "one_sharded_replica"])
-def test_the_norm_is_that_of_the_gradient_that_is_used(spawn_ranks: SpawnRanks, ranks_per_replica: int, k: int) -> None:
+def _all_norms(world: World) -> dict[str, list[tuple[float, float]]]:
+    cases = {"synchronous": (1, 1), "local": (1, 3), "one sharded replica": (2, 3)}
+    return {name: _norms(world, *case) for name, case in cases.items()}
+
+
+def test_the_norm_is_that_of_the_gradient_that_is_used(spawn_ranks: SpawnRanks) -> None:
     """At k = 1 that of the mean over replicas; in local steps that of the replica alone, over all its ranks; tables included."""
-    for norms in spawn_ranks(_norms, 2, args=(ranks_per_replica, k)):
-        for seen, expected in norms:
-            assert seen == pytest.approx(expected, rel=1e-5)
-            assert seen > 2 * BOUND, "the bound cuts nothing"
+    for cases in spawn_ranks(_all_norms, 2):
+        for name, norms in cases.items():
+            assert len(norms) == NUM_STEPS
+            for seen, expected in norms:
+                assert seen == pytest.approx(expected, rel=1e-5), name
+                assert seen > 2 * BOUND, "the bound cuts nothing"
 
 
 def _synchronous(_world: World, cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
@@ -99,22 +106,13 @@ def test_synchronous_replicas_equal_one_replica_and_rows_are_scaled_too(spawn_ra
     assert all((dense_only[name] - one[name]).abs().max() > 1e-4 for name in tables), "rows were not scaled"
 
 
-def _rounds(_world: World) -> dict[str, bytes]:
+def _rounds(_world: World) -> tuple[dict[str, bytes], tuple[str, str]]:
     trained = Trained.make(env_of(1), FLAT, k=3, clip_norm=BOUND, clip_covers="all").train(range(7))
     trained.optimizer.merge()
-    return trained.bits()
+    return trained.bits(), outcome_of(lambda: Trained.make(env_of(1), k=3, clip_norm=1.0, clip_covers="tables"))
 
 
 def test_replicas_that_clip_by_norms_of_their_own_are_equal_after_rounds(spawn_ranks: SpawnRanks) -> None:
-    first, second = spawn_ranks(_rounds, 2)
+    (first, refusal), (second, _) = spawn_ranks(_rounds, 2)
     assert first == second
-
-
-def _unknown(_world: World) -> tuple[str, str]:
-    return outcome_of(lambda: Trained.make(env_of(1), k=3, clip_norm=1.0, clip_covers="tables"))
-
-
-def test_a_mistyped_choice_is_refused(spawn_ranks: SpawnRanks) -> None:
-    for kind, text in spawn_ranks(_unknown, 1):
-        assert kind == "ConfigError"
-        assert "clip_covers is 'tables', expected 'dense' or 'all'" in text
+    assert refusal == ("ConfigError", "KStepAdam: clip_covers is 'tables', expected 'dense' or 'all'")

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec.distributed.sharding_plan import row_wise
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.multiprocess.kstep_cases import Trained, batch, die, env_of, outcome_of
+from tests.multiprocess.dying import die_at_exchange
+from tests.multiprocess.kstep_cases import BATCH, ROWS, Trained, batch, die, env_of, outcome_of
 from tests.spawn import RanksFailed, SpawnRanks
+from torchrec_kstep.merge_spec import MergeSpec
 from torchrec_kstep.world import World
 
 pytestmark = pytest.mark.multiprocess
@@ -60,6 +64,11 @@ def _different_model(world: World) -> tuple[str, str]:
     return outcome_of(lambda: Trained.make(env_of(1), k=4, has_batch_norm=world.rank == 0))
 
 
+def _different_plan(world: World) -> tuple[str, str]:
+    places = {"b": row_wise(compute_kernel="fused")} if world.rank else {}
+    return outcome_of(lambda: Trained.make(env_of(1), k=4, places=places))
+
+
 def _all(world: World, cases: list[Any]) -> list[tuple[tuple[str, str], float]]:
     """Runs cases one after the other: a fault must leave the process able to go on."""
     found = []
@@ -71,12 +80,13 @@ def _all(world: World, cases: list[Any]) -> list[tuple[tuple[str, str], float]]:
 
 
 def test_disagreements_and_ill_replicas_are_told_on_all_ranks(spawn_ranks: SpawnRanks) -> None:
-    cases = [_different_layout, _different_k, _different_model, _uneven, _nan_in_dense, _nan_in_rows]
+    cases = [_different_layout, _different_k, _different_model, _different_plan, _uneven, _nan_in_dense, _nan_in_rows]
     ranks = spawn_ranks(_all, 2, args=(cases,), timeout_s=110)
     for outcomes in ranks:
-        (layout, k, model, uneven, dense, rows), seconds = zip(*outcomes, strict=True)
+        (layout, k, model, plan, uneven, dense, rows), seconds = zip(*outcomes, strict=True)
         assert max(seconds) < BOUND_S
-        assert layout[0] == k[0] == model[0] == "LaunchError"
+        assert layout[0] == k[0] == model[0] == plan[0] == "LaunchError"
+        assert "sharding plan is" in plan[1]
         assert "ranks per replica is 2 there and 1 on rank 0" in layout[1]
         assert "k is '5' there and '4' on rank 0" in k[1]
         assert "dense parameters is" in model[1]
@@ -135,6 +145,25 @@ def test_a_rank_killed_in_a_phase_ends_the_others_with_its_name(spawn_ranks: Spa
     assert f"RankFailure: rank 0 (replica 0) lost another rank in round 0 after step 2, exchanging {phase}" in text
 
 
+def _dies_late(world: World, number: int) -> None:
+    """Rank 1 dies inside a bucket of a round that goes on while training does; rank 0 must not wait for it in the correction."""
+    trained = Trained.make(env_of(1), k=3, merge=MergeSpec(overlap_steps=2))
+    trained.train(range(2))
+    if world.rank == 1:
+        die_at_exchange(trained.optimizer._rows, number, "before")
+    trained.train(range(2, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(5))
+def test_a_rank_killed_inside_a_late_round_ends_the_others_with_its_name(spawn_ranks: SpawnRanks, number: int) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        spawn_ranks(_dies_late, 2, args=(number,), timeout_s=80)
+    text = str(failed.value)
+    assert "exit code -9" in text
+    assert "RankFailure: rank 0 (replica 0) lost another rank in round " in text
+
+
 def _empty_round(_world: World) -> list[Any]:
     """No step at all, then fewer steps than k, then again nothing."""
     trained = Trained.make(env_of(1), k=50)
@@ -149,3 +178,25 @@ def test_empty_rounds_and_a_k_longer_than_the_run(spawn_ranks: SpawnRanks) -> No
     first, second = spawn_ranks(_empty_round, 2)
     assert first == second
     assert first[0] == 1, "one merge at the end, none where nothing was trained"
+
+
+def _no_rows(world: World) -> dict[str, Any]:
+    """Two rounds in which bags are empty, on one replica and then on both; dense parameters are trained all the same."""
+    empty = KeyedJaggedTensor.from_lengths_sync(
+        [f"f_{name}" for name in ROWS], torch.empty(0, dtype=torch.int64), torch.zeros(BATCH * len(ROWS), dtype=torch.int64)
+    )
+    trained = Trained.make(env_of(1), k=2)
+    for step in range(4):
+        trained.step(empty if step >= 2 or world.rank else batch(step, world.rank))
+        if step == 1:
+            trained.optimizer.take_scalars()
+    return {"bits": trained.bits(), "rounds": trained.optimizer.num_rounds, "scalars": trained.optimizer.take_scalars()}
+
+
+def test_rounds_in_which_one_replica_or_none_touched_a_row(spawn_ranks: SpawnRanks) -> None:
+    first, second = spawn_ranks(_no_rows, 2)
+    assert first["bits"] == second["bits"]
+    for rank in (first, second):
+        assert rank["rounds"] == 2
+        assert rank["scalars"]["union_rows"] == rank["scalars"]["buckets"] == 0
+        assert rank["scalars"]["dense_drift"] > 0 or rank["scalars"]["dense_sent_bytes"] > 0

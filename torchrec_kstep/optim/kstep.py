@@ -438,7 +438,7 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         """Says what was being exchanged when another rank went away."""
         try:
             yield
-        except (RuntimeError, MergeError) as error:
+        except (RuntimeError, MergeError, TimeoutError) as error:
             if isinstance(error, MergeError) and not isinstance(error.__cause__, RuntimeError):
                 raise  # replicas differ, which is no loss of a rank
             env = self.env

@@ -14,6 +14,12 @@ ROUND = {
     "rows_drift": 0.5,
     "dense_s": 0.125,
     "rows_s": 0.375,
+    "rows_up_header_s": 0.125,
+    "rows_apply_s": 0.25,
+    "rows_sent_bytes": 700.0,
+    "dense_sent_bytes": 99.0,
+    "interface_sent_bytes_per_step": 1300.0,
+    "read_rows": 3.0,
 }
 
 
@@ -32,3 +38,8 @@ def test_charts_draw_what_was_recorded() -> None:
     rows = next(chart for chart in charts if "Rows per round" in chart)
     assert "touched here" in rows
     assert "merged" in rows
+    phases = next(chart for chart in charts if "by phase" in chart)
+    assert "up header" in phases
+    assert "apply" in phases
+    assert "at the interface" in next(chart for chart in charts if "bytes/step" in chart)
+    assert "dense" in next(chart for chart in charts if "Sent per round" in chart)
