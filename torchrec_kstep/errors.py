@@ -29,6 +29,10 @@ class CheckpointError(KStepError):
     """A checkpoint is missing, incomplete, corrupt, or of another run's shape."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """Bytes of a checkpoint are missing or do not match their checksums; an older one may be good."""
+
+
 class DivergenceError(KStepError):
     """The loss or a prediction became NaN or infinite."""
 

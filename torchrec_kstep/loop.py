@@ -20,6 +20,7 @@ from torchrec_kstep.metrics.loss import MeanLoss, divergence
 from torchrec_kstep.metrics.sink import Sinks
 from torchrec_kstep.metrics.throughput import STEP_PHASES, PhaseTimer
 from torchrec_kstep.optim.schedule import LrSchedule
+from torchrec_kstep.planner.kept_plan import KeptPlan
 from torchrec_kstep.torchrec_seam.pipeline import Pipeline
 from torchrec_kstep.types import Split
 from torchrec_kstep.world import World
@@ -53,6 +54,8 @@ class Loop:
     table_scalars: Callable[[], Mapping[str, float]] = dict
     replicas: Replicas | None = None
     plan_text: str = ""
+    kept_plan: KeptPlan | None = None
+    plan_note: str = ""
 
     def __post_init__(self) -> None:
         """Starts the loss at zero rows."""

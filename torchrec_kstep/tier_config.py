@@ -14,8 +14,8 @@ from torchrec_kstep.units import MIB, format_bytes, parse_bytes
 IoBackend = Literal["auto", "uring", "threads"]
 MAX_PATHS = 16
 MAX_PREFETCH_DEPTH = 1024
-_MIN_SEGMENT_BYTES = 1 << 16
-_MAX_SEGMENT_BYTES = 1 << 30
+MIN_SEGMENT_BYTES = 1 << 16
+MAX_SEGMENT_BYTES = 1 << 30
 MIN_SEGMENTS = 4  # fewer leave the cleaner no room to copy
 
 
@@ -30,7 +30,7 @@ class TierConfig:
             I/O buffers come on top: `TieredTables.announcement` and `store estimate` say how much.
         ssd_paths: one folder per drive; at most 16. Each rank makes a folder of its own below each of them.
         ssd_bytes: hard quota over all paths, snapshots included; None: what the drives hold. Sharders divide it over the row stores
-            of a model by the bytes of their rows, but give none less than four segments, by which many small stores may exceed it.
+            of a plan: four segments for each, the least it needs, and the rest by the bytes of their rows.
         segment_bytes: size of the files in which rows are written.
         prefetch_depth: batches whose rows are brought up ahead of the one in use; 0 reads when rows are needed.
         lookahead: batches whose rows the cache may know ahead for choosing what to evict; at least `prefetch_depth`.
@@ -73,8 +73,8 @@ class TierConfig:
             faults.append(f"{len(self.ssd_paths)} ssd_paths, expected 1 to {MAX_PATHS}")
         if len({Path(path).resolve() for path in self.ssd_paths}) < len(self.ssd_paths):
             faults.append(f"an ssd_path is given twice: {', '.join(map(str, self.ssd_paths))}")
-        if not _MIN_SEGMENT_BYTES <= segment_bytes <= _MAX_SEGMENT_BYTES:
-            expected = f"{format_bytes(_MIN_SEGMENT_BYTES)} to {format_bytes(_MAX_SEGMENT_BYTES)}"
+        if not MIN_SEGMENT_BYTES <= segment_bytes <= MAX_SEGMENT_BYTES:
+            expected = f"{format_bytes(MIN_SEGMENT_BYTES)} to {format_bytes(MAX_SEGMENT_BYTES)}"
             faults.append(f"segment_bytes is {format_bytes(segment_bytes)}, expected {expected}")
         if ssd_bytes is not None and ssd_bytes < MIN_SEGMENTS * segment_bytes:
             faults.append(

@@ -32,6 +32,7 @@ from torchrec_kstep.optim.accumulate import AccumulatingOptimizer
 from torchrec_kstep.optim.build_kstep import build_kstep_adam
 from torchrec_kstep.optim.scaling import describe, scale_optim, warnings
 from torchrec_kstep.planner import find_tables, format_plan, make_plan
+from torchrec_kstep.planner.kept_plan import KeptPlan, keep_plan, plan_wishes, reuse_plan
 from torchrec_kstep.replicas import KStepEnv, ReplicaLayout
 from torchrec_kstep.report import REPORT_NAME, write_facts, write_report
 from torchrec_kstep.runtime import Job, bound_waits, choose_device, cleaned_up, open_run_dir, run
@@ -39,6 +40,7 @@ from torchrec_kstep.sharding import build_sharders, shard_task
 from torchrec_kstep.sharding.tiered import clip_warnings, tier_scalars
 from torchrec_kstep.torchrec_seam.pipeline import make_pipeline
 from torchrec_kstep.types import SPLITS
+from torchrec_kstep.units import format_bytes, format_seconds
 from torchrec_kstep.world import World
 
 
@@ -112,8 +114,12 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
     process_group = dist.GroupMember.WORLD
     assert process_group is not None
     sharing = world if env is None else env.replica_world
-    plan = make_plan(task, config.planner, sharing, sharders, config.train.batch_size, process_group, world.local_world_size)
-    plan_text = format_plan(plan, find_tables(task))
+    tables = find_tables(task)
+    wishes = plan_wishes(config.planner, config.tiers.name, sharing, tables)
+    plan, plan_note = (None, "") if config.planner.renew else reuse_plan(run_dir, wishes, tables, sharders, sharing, process_group)
+    if plan is None:
+        plan = make_plan(task, config.planner, sharing, sharders, config.train.batch_size, process_group, world.local_world_size)
+    plan_text = format_plan(plan, tables)
     if env is None:
         dmp = shard_task(task, plan, sharders, world, device)
     else:
@@ -149,6 +155,8 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
         table_scalars=partial(tier_scalars, dmp),
         replicas=replicas,
         plan_text=plan_text,
+        kept_plan=KeptPlan(plan, wishes),
+        plan_note=plan_note,
     )
 
 
@@ -169,28 +177,36 @@ def tiers_in(run_dir: Path, tiers: TiersConfig, world: World) -> TiersConfig:
 
 
 def resume(loop: Loop, run_dir: Path) -> TrainState:
-    """Continues from the newest checkpoint of the run directory if there is one, and opens the sinks on rank 0. Collective.
+    """Continues from the newest good checkpoint of the run directory if there is one, and opens the sinks on rank 0. Collective.
 
     Raises:
         ConfigError: there are checkpoints, but `checkpoint.resume` is off.
     """
     config, world = loop.config, loop.world
-    newest = loop.checkpoints.newest()
-    if newest is not None and not config.checkpoint.resume:
+    if not config.checkpoint.resume and loop.checkpoints.newest() is not None:
         raise ConfigError(f"{run_dir} holds checkpoints and checkpoint.resume=false: choose another run_dir, or resume")
-    loop.checkpoints.clean_up(loop.dmp, loop.optimizer)
     state = TrainState()
     seed_rank(config.train.seed, world.rank)
+    lines: list[str] = []
     note = ""
-    if newest is not None:
-        state, has_streams = loop.checkpoints.restore(newest, loop.dmp, loop.optimizer)
-        note = f"continued from step {newest}"
-        if not has_streams:
-            seed_rank(config.train.seed, world.rank, newest)
+    found = loop.checkpoints.resume(loop.dmp, loop.optimizer, reads_all=config.checkpoint.verify == "full")
+    if found is not None:
+        state = found.state
+        note = f"continued from step {state.step}"
+        if not found.has_streams:
+            seed_rank(config.train.seed, world.rank, state.step)
             note += f"; saved by another number of ranks, so dropout masks are drawn anew on {world.world_size}"
+        lines += [f"warning: {text}" for text in found.notes]
+        lines += [loop.plan_note] if loop.plan_note else []
+        if found.num_bytes_read:
+            lines.append(f"read {format_bytes(found.num_bytes_read)} of snapshots to look for damage, {format_seconds(found.check_s)}")
     if world.is_main:
+        assert loop.kept_plan is not None
+        keep_plan(run_dir, loop.kept_plan)
         loop.sinks = Sinks.open(config.metrics, run_dir, state.step)
         loop.sinks.line(f"run directory {run_dir}" + (f" ({note})" if note else ""))
+        for line in lines:
+            loop.sinks.line(line)
     return state
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.multiprocess.tiered_cases import gathered
+from tests.multiprocess.tiered_cases import Case, gathered, gathered_states, shard, train
 from tests.multiprocess.tiny import (
     TinyDataset,
     assert_equal_bits,
@@ -28,14 +28,16 @@ from tests.multiprocess.tiny import (
     tiered_config,
 )
 from tests.spawn import SpawnRanks
-from torchrec_kstep.checkpoint import TrainState, storage
+from torchrec_kstep.checkpoint import CheckpointManager, TrainState, storage
 from torchrec_kstep.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from torchrec_kstep.checkpoint.stores import SNAPSHOT_NAME
 from torchrec_kstep.config.schema import RunConfig
 from torchrec_kstep.errors import CheckpointError, StorageError
 from torchrec_kstep.loop import Loop
+from torchrec_kstep.sharding.tiered import tier_scalars
 from torchrec_kstep.storage.snapshot import Snapshot
 from torchrec_kstep.storage.tiered_tables import TieredTables
+from torchrec_kstep.tier_config import TierConfig
 from torchrec_kstep.train import build_loop, resume
 from torchrec_kstep.world import World
 
@@ -229,7 +231,7 @@ def test_a_changed_snapshot_is_refused_and_a_damaged_one_named(tmp_path: Path, w
     from torchrec_kstep.checkpoint.manifest import _digest
 
     path.write_text(json.dumps({**body, "sha256": _digest(body)}))
-    assert_refused(config, world, run_dir, "its manifest has another checksum")
+    assert_refused(config, world, run_dir, r"MANIFEST does not match its checksum: expected sha256 0{16}\.\.\., got")
     body["stores"][0]["snapshot"] = "../../elsewhere"
     path.write_text(json.dumps({**body, "sha256": _digest(body)}))
     assert_refused(config, world, run_dir, r"refers to the snapshot '\.\./\.\./elsewhere'")
@@ -269,3 +271,47 @@ def test_another_number_of_ranks_is_refused_and_reads_whole_tables(spawn_ranks: 
         assert all(torch.equal(actual[name], table) for name, table in expected.items())
         with pytest.raises(CheckpointError, match=r"saved by 2 ranks.*this run has 1: continue with the ranks.*checkpoint\.tables=full"):
             loop.checkpoints.restore(3, loop.dmp, loop.optimizer)
+
+
+def _columns_on_ssd(world: World, folder: str) -> None:
+    """Trains a table with several column shards on one rank, on SSD and in DRAM."""
+    case = Case(("cw_same", "cw", "rw"))
+    dram = shard(case, world)
+    tiers = TierConfig("4KiB", [Path(folder) / "ssd"], ssd_bytes="8MiB", segment_bytes="64KiB")
+    ssd = shard(case, world, tiers=tiers)
+    for steps in (range(3), range(3, 6)):
+        for dmp in (dram, ssd):
+            train(case, dmp, world, steps)
+        _assert_equal_states(ssd, dram, world)
+        if steps.start == 0:
+            manager = CheckpointManager(Path(folder) / "checkpoints", 1, {})
+            manager.save(TrainState(step=3), ssd, ssd.fused_optimizer)
+    own = read_manifest(Path(folder) / "checkpoints" / "step_0000000003").stores
+    parts = [part for reference in own for part in reference.parts if part.weight.endswith(".a.weight")]
+    assert sorted((part.table, part.first_column, part.num_columns) for part in parts) == [("a[0:4]", 0, 4), ("a[4:8]", 4, 4)]
+    counters = tier_scalars(ssd)
+    if world.rank == world.world_size - 1:  # both column shards of `a` are asked for each id
+        asked = [counters[f"{name}.a"] for name in ("hits_rows", "misses_rows", "first_touches_rows")]
+        assert sum(asked) > 0
+        assert counters["first_touches_rows.a"] % 2 == 0
+    assert not any("[" in name for name in counters)
+    found = manager.resume(ssd, ssd.fused_optimizer)
+    assert found is not None
+    train(case, ssd, world, range(3, 6))
+    _assert_equal_states(ssd, dram, world)
+
+
+def _assert_equal_states(actual: Any, expected: Any, world: World) -> None:
+    for ours, theirs in (
+        (gathered(actual.state_dict()), gathered(expected.state_dict())),
+        (gathered_states(actual, world), gathered_states(expected, world)),
+    ):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_column_shards_of_a_table_share_a_store(spawn_ranks: SpawnRanks, tmp_path: Path, num_ranks: int) -> None:
+    """They have names of their own in the store and the checkpoint, and count as one table in what users see."""
+    spawn_ranks(_columns_on_ssd, num_ranks, args=(str(tmp_path),))

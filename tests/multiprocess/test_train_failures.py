@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiprocess
 WALL_LIMIT_S = 90.0
 JOB = [sys.executable, "-m", "tests.multiprocess.misbehaving_job"]
 CAUSE = "the cause of it all"
-SILENT = "ended without a message"
+SILENT = "does not answer: it was killed, ran out of memory or crashed without a message, or it is stopped (SIGSTOP, a debugger)"
 
 
 @dataclass
@@ -112,13 +112,13 @@ def test_a_rank_that_raises_ends_the_job_with_its_cause_once(jobs: Jobs, way: st
 def test_a_rank_that_vanishes_is_named_by_the_others(jobs: Jobs) -> None:
     ended = jobs["exit-between", 1].result(WALL_LIMIT_S)
     assert [process.code for process in ended] == [1, 3]
-    assert ended[0].stderr == f"error: rank 1 {SILENT} (killed, out of memory, or crashed)\n"
+    assert ended[0].stderr == f"error: rank 1 {SILENT}\n"
 
 
 def test_the_rank_with_the_store_can_vanish_too(jobs: Jobs) -> None:
     ended = jobs["kill-between", 0].result(WALL_LIMIT_S)
     assert [process.code for process in ended] == [-signal.SIGKILL, 1]
-    assert f"rank 1 stopped: lost the job's store, because the process that holds it {SILENT.split(' without')[0]}" in ended[1].stderr
+    assert "rank 1 stopped: lost the job's store, because the process that holds it ended" in ended[1].stderr
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_kstep.optim_spec import AdamSpec, CowClip, OptimizerSpec
 from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder
+from torchrec_kstep.tier_config import TierConfig
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
 from torchrec_kstep.torchrec_seam.sharding import EmbOptimType
 from torchrec_kstep.world import World
@@ -207,10 +208,12 @@ def plan_of(case: Case, module: EmbeddingBagCollection, sharder: TieredEmbedding
     return ShardingPlan({"ebc": plan})
 
 
-def shard(case: Case, world: World, seed: int = 11) -> DistributedModelParallel:
+def shard(case: Case, world: World, seed: int = 11, tiers: TierConfig | None = None) -> DistributedModelParallel:
     """Shards a collection without weights."""
     sharder = TieredEmbeddingBagCollectionSharder(
         case.optimizer,
+        tiers,
+        world=world,
         deferred=case.deferred,
         seed=seed,
         fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": ADAM.lr},

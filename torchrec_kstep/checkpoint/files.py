@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchrec_kstep.errors import CheckpointError
+from torchrec_kstep.errors import CheckpointError, DamagedCheckpointError
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -162,24 +162,18 @@ def verify_file(path: Path, expected: FileInfo) -> None:
     """Compares a file with what the manifest remembers of it.
 
     Raises:
-        CheckpointError: the file is missing, no regular file, of another length, or its checksum differs.
+        DamagedCheckpointError: the file is missing, no regular file, of another length, or its checksum differs.
     """
     if path.is_symlink() or not path.is_file():
-        raise CheckpointError(
-            f"{path} is missing or no regular file: the checkpoint is incomplete; remove its folder to resume from an older one"
-        )
+        raise DamagedCheckpointError(f"{path} is missing or no regular file: expected {expected.num_bytes} bytes")
     num_bytes = path.stat().st_size
     if num_bytes != expected.num_bytes:
-        raise CheckpointError(
-            f"{path} has {num_bytes} bytes, expected {expected.num_bytes}: it was cut or changed; "
-            "remove its folder to resume from an older one"
-        )
+        raise DamagedCheckpointError(f"{path} has {num_bytes} bytes, expected {expected.num_bytes}: it was cut or changed")
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
     if digest.hexdigest() != expected.sha256:
-        raise CheckpointError(
-            f"{path} does not match its checksum (expected sha256 {expected.sha256[:16]}..., got {digest.hexdigest()[:16]}...): "
-            "it is corrupt; remove its folder to resume from an older one"
+        raise DamagedCheckpointError(
+            f"{path} does not match its checksum: expected sha256 {expected.sha256[:16]}..., got {digest.hexdigest()[:16]}..."
         )

@@ -1,8 +1,9 @@
 """Checkpoints of a run: save, find, restore, and remove what is no longer needed."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_kstep.checkpoint.agreement import agree, on_all_ranks
-from torchrec_kstep.checkpoint.files import remove_folder, verify_file
+from torchrec_kstep.checkpoint.agreement import agree, agree_at_length, on_all_ranks, sum_over_ranks
+from torchrec_kstep.checkpoint.files import remove_folder, sync_folder, verify_file
 from torchrec_kstep.checkpoint.manifest import MANIFEST_NAME, Manifest, Scalar, differences, read_manifest
 from torchrec_kstep.checkpoint.state import Slot, TrainState, flatten, random_state, set_random_state
 from torchrec_kstep.checkpoint.storage import JsonLoadPlanner, JsonSavePlanner, SnapshotReader, SnapshotWriter
 from torchrec_kstep.checkpoint.stores import HOW_TO_CHANGE, RUN_ID_NAME, RunStores, StoreReference, agree_on_run_id, note_of
-from torchrec_kstep.errors import CheckpointError
+from torchrec_kstep.errors import CheckpointError, DamagedCheckpointError
 
 _NAME = re.compile(r"step_(\d{10})")
 _LEFTOVER = re.compile(r"step_\d{10}\.(tmp|deleted)")
@@ -52,11 +53,15 @@ class CheckpointManager:
         self._contract = dict(contract)
         self._copies_stores = copies_stores
 
-    def steps(self) -> list[int]:
-        """Steps of the published checkpoints, ascending. Leftovers of interrupted saves do not count. Not collective."""
+    def steps(self, only_whole: bool = True) -> list[int]:
+        """Steps of the published checkpoints, ascending. Leftovers of interrupted saves do not count. Not collective.
+
+        Args:
+            only_whole: leave out those whose manifest was lost.
+        """
         if not self._folder.is_dir():
             return []
-        matches = [_NAME.fullmatch(path.name) for path in self._folder.iterdir() if (path / MANIFEST_NAME).exists()]
+        matches = [_NAME.fullmatch(path.name) for path in self._folder.iterdir() if (path / MANIFEST_NAME).exists() or not only_whole]
         return sorted(int(match.group(1)) for match in matches if match)
 
     def newest(self) -> int | None:
@@ -99,6 +104,52 @@ class CheckpointManager:
             self._prune(state)
         self._remove_unused_snapshots(stores)
 
+    def resume(self, dmp: DistributedModelParallel, optimizer: KeyedOptimizer, reads_all: bool = True) -> "Resumed | None":
+        """Loads the newest good checkpoint in place, if there is any, and cleans up. Collective.
+
+        Newer ones that are damaged are renamed to `<name>.damaged`: the run makes checkpoints of their steps again. Nothing is changed
+        before a good one was found.
+
+        Args:
+            dmp: the model.
+            optimizer: its optimizer.
+            reads_all: read every byte of the snapshots of row stores; else a flipped byte of a row is noticed when the row is read.
+
+        Raises:
+            CheckpointError: on all ranks: every checkpoint is damaged (what is wrong with each), the newest is of another run, or the
+                stores are another run's.
+        """
+        faults: dict[int, str] = {}
+        checked = None
+        begin_s = time.monotonic()
+        for step in self._steps_of_rank_0(only_whole=False)[::-1]:
+            try:
+                checked = self._check(step, dmp, optimizer, reads_all)
+                break
+            except DamagedCheckpointError as error:
+                faults[step] = str(error)
+        seconds = time.monotonic() - begin_s
+        if checked is None and faults:
+            raise DamagedCheckpointError(
+                f"no checkpoint in {self._folder} is whole, so there is none to resume from:\n  "
+                + "\n  ".join(f"step {step}: {text}" for step, text in faults.items())
+                + "\nput the files that are named back from a copy, or choose another run_dir (and other tiers.ssd_paths) to start anew"
+            )
+        if faults:
+            agree(lambda: self._set_aside(faults))
+        self.clean_up(dmp, optimizer)
+        if checked is None:
+            return None
+        state, has_streams = self._load(checked)
+        notes = [
+            f"checkpoint of step {step} is damaged, was renamed to {_name(step)}.damaged, and can be removed: {text}"
+            for step, text in faults.items()
+        ]
+        if (why := self._why_best_is_lost(state, dmp, optimizer)) is not None:
+            notes.append(f"the best checkpoint so far, of step {state.best_step}, cannot be loaded, so the best is sought anew: {why}")
+            state.best_auc, state.best_step = None, None
+        return Resumed(state, has_streams, tuple(notes), sum_over_ranks(checked.num_bytes_read), seconds)
+
     def restore(self, step: int, dmp: DistributedModelParallel, optimizer: KeyedOptimizer) -> tuple[TrainState, bool]:
         """Loads the checkpoint of `step` in place. Collective.
 
@@ -106,30 +157,62 @@ class CheckpointManager:
             The saved state, and whether the random streams were restored: they are not where another number of ranks saved.
 
         Raises:
-            CheckpointError: on all ranks: a file is missing or damaged (named), or the checkpoint is of another data set,
-                model or optimizer (with what differs).
+            DamagedCheckpointError: on all ranks: a file is missing or damaged (named).
+            CheckpointError: on all ranks: the checkpoint is of another data set, model or optimizer (with what differs).
         """
+        return self._load(self._check(step, dmp, optimizer, reads_all=False))
+
+    def _check(self, step: int, dmp: DistributedModelParallel, optimizer: KeyedOptimizer, reads_all: bool) -> "_Checked":
+        """Makes sure that the checkpoint of `step` is whole and that of this run. Changes nothing. Collective."""
         folder = self._folder / _name(step)
-        manifest = agree(lambda: self._open(folder))
-        model_state, optimizer_state = dmp.state_dict(), optimizer.state_dict()
-        slots = _slots(model_state, optimizer_state)
+        manifest = agree_at_length(lambda: self._open(folder), f"checking the files of {folder}")
+        target = _Target(dmp, optimizer, dmp.state_dict(), optimizer.state_dict())
+        slots = _slots(target.model_state, target.optimizer_state)
         stores = RunStores.find(slots) if manifest.stores else RunStores.none()
-        agree(lambda: stores.check(folder, manifest.stores))
+        num_bytes = agree_at_length(
+            lambda: stores.check(folder, manifest.stores, reads_all), f"reading snapshots of {folder} (checkpoint.verify=quick reads less)"
+        )
         slots = {name: slot for name, slot in slots.items() if name not in stores.names}
         self._check_shape(folder, manifest, slots)
-        stores.restore(manifest.stores)
+        return _Checked(folder, manifest, target, stores, slots, num_bytes)
+
+    def _load(self, checked: "_Checked") -> tuple[TrainState, bool]:
+        """Loads what `_check` has found good. Collective."""
+        manifest, target, slots = checked.manifest, checked.target, dict(checked.slots)
+        checked.stores.restore(manifest.stores)
         own_random: dict[str, Any] = random_state() if manifest.world_size == dist.get_world_size() else {}
         slots |= _random_slots(dist.get_rank(), own_random)
         values = {name: slot.value for name, slot in slots.items()}
-        reader = SnapshotReader(folder, manifest)
+        reader = SnapshotReader(checked.folder, manifest)
         on_all_ranks("load", lambda: load(values, storage_reader=reader, planner=JsonLoadPlanner()))
         for name, slot in slots.items():  # tensors were loaded in place; values are put where they came from
             slot.container[slot.key] = values[name]
-        dmp.load_state_dict(dict(model_state))  # a copy, because TorchRec renames keys in place
-        optimizer.load_state_dict(optimizer_state)
+        target.dmp.load_state_dict(dict(target.model_state))  # a copy, because TorchRec renames keys in place
+        target.optimizer.load_state_dict(target.optimizer_state)
         if own_random:
             set_random_state(own_random)
         return TrainState(**manifest.train_state), bool(own_random)
+
+    def _why_best_is_lost(self, state: TrainState, dmp: DistributedModelParallel, optimizer: KeyedOptimizer) -> str | None:
+        """Says why the best checkpoint cannot be loaded; None if it can, or is the one that was. Collective."""
+        if state.best_step is None or state.best_step == state.step:
+            return None
+        try:
+            self._check(state.best_step, dmp, optimizer, reads_all=False)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def _set_aside(self, steps: Iterable[int]) -> bool:
+        """Gives up the names of damaged checkpoints; true on the rank that did, which is rank 0."""
+        if dist.get_rank() != 0:
+            return False
+        for step in steps:
+            aside = self._folder / f"{_name(step)}.damaged"
+            remove_folder(aside)
+            (self._folder / _name(step)).rename(aside)
+        sync_folder(self._folder)
+        return True
 
     def _open(self, folder: Path) -> Manifest:
         """Reads the manifest and verifies this rank's share of the files."""
@@ -143,7 +226,7 @@ class CheckpointManager:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if manifest.stores and manifest.world_size != world_size:
             raise CheckpointError(
-                f"{folder} was saved by {manifest.world_size} ranks, and its tables lie in the row stores of these; this run has "
+                f"{folder} was saved by {_ranks(manifest.world_size)}, and its tables lie in the row stores of these; this run has "
                 f"{world_size}: {HOW_TO_CHANGE}"
             )
         for number, (name, info) in enumerate(sorted(manifest.files.items())):
@@ -168,9 +251,9 @@ class CheckpointManager:
                 + "\nset the model and optimizer back to continue it, or choose another run_dir to start anew"
             )
 
-    def _steps_of_rank_0(self) -> list[int]:
+    def _steps_of_rank_0(self, only_whole: bool = True) -> list[int]:
         """`steps` as rank 0 sees them, alike on all ranks. Collective."""
-        found: list[Any] = [self.steps()]
+        found: list[Any] = [self.steps(only_whole)]
         dist.broadcast_object_list(found, src=0)
         steps: list[int] = found[0]
         return steps
@@ -205,6 +288,51 @@ class CheckpointManager:
         for path in self._folder.iterdir():
             if _LEFTOVER.fullmatch(path.name):
                 remove_folder(path)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What `CheckpointManager.resume` found.
+
+    Attributes:
+        state: as it was saved.
+        has_streams: whether the random streams were restored: they are not where another number of ranks saved.
+        notes: what a user should know: damaged checkpoints, and what is wrong with them.
+        num_bytes_read: of snapshots of row stores, on all ranks.
+        check_s: seconds that looking for damage took.
+    """
+
+    state: TrainState
+    has_streams: bool
+    notes: tuple[str, ...]
+    num_bytes_read: int
+    check_s: float
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a checkpoint is loaded."""
+
+    dmp: DistributedModelParallel
+    optimizer: KeyedOptimizer
+    model_state: dict[str, Any]
+    optimizer_state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A checkpoint that is whole and fits; `slots` are the entries of the state that are not in row stores."""
+
+    folder: Path
+    manifest: Manifest
+    target: _Target
+    stores: RunStores
+    slots: Mapping[str, Slot]
+    num_bytes_read: int
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _name(step: int) -> str:

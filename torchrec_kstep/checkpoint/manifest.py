@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrec_kstep.checkpoint.files import DTYPES, FileInfo, check_file_name
 from torchrec_kstep.checkpoint.stores import SNAPSHOT_NAME, StoreReference
-from torchrec_kstep.errors import CheckpointError
+from torchrec_kstep.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT = "torchrec_kstep.checkpoint"
 VERSION = 1
@@ -71,25 +71,28 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads and checks the manifest of a checkpoint folder; the other files are not looked at.
 
     Raises:
-        CheckpointError: it is missing, damaged, of another version, or names a file outside its folder.
+        DamagedCheckpointError: it is missing or damaged.
+        CheckpointError: it cannot be read, is of another version, or names a file outside its folder.
     """
     path = folder / MANIFEST_NAME
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {folder} is no complete checkpoint; remove it to resume from an older one") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; remove its folder to resume from an older checkpoint") from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is no checkpoint manifest: expected format {FORMAT!r}")
+        raise DamagedCheckpointError(f"{path} is missing: {folder} is no complete checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path} is no JSON, as it was written: {error}") from None
+    if not isinstance(body, dict):
+        raise DamagedCheckpointError(f"{path} is no checkpoint manifest: expected a JSON object, got {type(body).__name__}")
+    checksum = body.pop("sha256", None)
+    if checksum != (found := _digest(body)):
+        raise DamagedCheckpointError(f"{path} does not match its checksum: expected sha256 {str(checksum)[:16]}..., got {found[:16]}...")
+    if body.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no checkpoint manifest: expected format {FORMAT!r}, got {body.get('format')!r}")
     if body.get("version") != VERSION:
         raise CheckpointError(
             f"{path} has version {body.get('version')!r}, this release reads version {VERSION}: continue with the release that saved it"
-        )
-    checksum = body.pop("sha256", None)
-    if checksum != _digest(body):
-        raise CheckpointError(
-            f"{path} does not match its checksum: it was changed or damaged; remove its folder to resume from an older one"
         )
     manifest = Manifest(
         step=body["step"],

@@ -10,6 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,17 @@ import torch.distributed as dist
 from torchrec_kstep.checkpoint.agreement import agree
 from torchrec_kstep.checkpoint.files import sync_folder, write_text
 from torchrec_kstep.checkpoint.state import Slot
-from torchrec_kstep.errors import CheckpointError
+from torchrec_kstep.errors import CheckpointError, DamagedCheckpointError, StorageError
 from torchrec_kstep.ops.row_group import record_fields
 from torchrec_kstep.sharding.tiered.rows_tensor import RowBlock, RowsTensor
-from torchrec_kstep.storage.snapshot import read_manifest
+from torchrec_kstep.storage.snapshot import Snapshot, read_manifest, snapshot_manifest
 from torchrec_kstep.storage.tiered_tables import TieredTables
 
 SNAPSHOT_NAME = re.compile(r"checkpoint-([0-9a-f]{12})-(\d{10})")
 RUN_ID_NAME = "run_id"  # of the file beside checkpoints
 _RUN_ID = re.compile(r"[0-9a-f]{12}")
 _NOTE = re.compile(r"step \d+ of (.+)")
+_NUM_READERS = 4  # snapshots of a rank that are checked at a time
 _SHOWN_PARTS = 3  # of the checkpoint and of the run, each
 
 
@@ -154,28 +156,45 @@ class RunStores:
         digest = hashlib.sha256(read_manifest(group.paths, name)).hexdigest()
         return StoreReference(dist.get_rank(), folder, name, digest, self.parts[folder])
 
-    def check(self, checkpoint: Path, references: Sequence[StoreReference]) -> None:
+    def check(self, checkpoint: Path, references: Sequence[StoreReference], reads_all: bool) -> int:
         """Compares what a checkpoint refers to with the stores of this rank, before anything is changed. Not collective.
 
+        Args:
+            checkpoint: its folder, for messages.
+            references: of the checkpoint, to stores of all ranks.
+            reads_all: read every byte of the snapshots; else manifests, and of each file what tells that it is whole.
+
+        Returns:
+            Bytes of the snapshots that were read.
+
         Raises:
-            CheckpointError: the tables lie otherwise, or a snapshot is missing or another one; names the store.
+            DamagedCheckpointError: a snapshot is missing or damaged; names its file.
+            CheckpointError: the tables lie otherwise, or the stores hold nothing of this run.
         """
         mine = {reference.folder: reference for reference in references if reference.rank == dist.get_rank()}
         self._check_tables(checkpoint, mine)
         for folder, reference in mine.items():
-            group = self.groups[folder]
-            found = group.snapshots()
-            if reference.snapshot not in found:
-                raise CheckpointError(
-                    f"rank {dist.get_rank()}: {checkpoint} needs snapshot {reference.snapshot!r} of the row store at {group.paths[0]}, "
-                    f"which has {_described(found, reference.snapshot)}: set tiers.ssd_paths to the folders of the run that saved; where "
-                    f"they are lost, remove {checkpoint} to resume from an older checkpoint, or choose another run_dir to start anew"
-                )
-            if hashlib.sha256(read_manifest(group.paths, reference.snapshot)).hexdigest() != reference.manifest_sha256:
-                raise CheckpointError(
-                    f"rank {dist.get_rank()}: snapshot {reference.snapshot!r} of the row store at {group.paths[0]} is not the one that "
-                    f"{checkpoint} refers to: its manifest has another checksum; remove {checkpoint} to resume from an older one"
-                )
+            self._check_presence(checkpoint, self.groups[folder], reference)
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            checks = [pool.submit(check_snapshot, self.groups[folder].paths, mine[folder], reads_all) for folder in sorted(mine)]
+        try:
+            return sum(check.result() for check in checks)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(f"rank {dist.get_rank()}: {checkpoint} cannot be restored: {error}") from error
+
+    def _check_presence(self, checkpoint: Path, group: TieredTables, reference: StoreReference) -> None:
+        found = Snapshot.all_names(group.paths)
+        if reference.snapshot in found:
+            return
+        text = (
+            f"rank {dist.get_rank()}: {checkpoint} needs snapshot {reference.snapshot!r} of the row store at {group.paths[0]}, "
+            f"which has {_described(found, reference.snapshot)}"
+        )
+        if _is_of_same_run(found, reference.snapshot):
+            raise DamagedCheckpointError(text)
+        raise CheckpointError(
+            f"{text}: set tiers.ssd_paths to the folders of the run that saved; where they are lost, choose another run_dir to start anew"
+        )
 
     def _check_tables(self, checkpoint: Path, mine: Mapping[str, StoreReference]) -> None:
         theirs = {part for reference in mine.values() for part in _placed(reference.folder, reference.parts)}
@@ -189,7 +208,8 @@ class RunStores:
         raise CheckpointError(
             f"rank {dist.get_rank()}: {checkpoint} keeps its tables in row stores that lie otherwise than those of this run:\n  "
             + "\n  ".join(lines + more)
-            + f"\nWhere tables lie follows from tiers.*, planner.*, kstep.k and optim.*: set those as they were saved. {HOW_TO_CHANGE}"
+            + "\nWhere tables lie follows from tiers.name, planner.*, kstep.k and optim.*: set those as they were saved. "
+            + HOW_TO_CHANGE
         )
 
     def restore(self, references: Sequence[StoreReference]) -> None:
@@ -255,6 +275,36 @@ class RunStores:
                     f"rank {dist.get_rank()}: the row store at {group.paths[0]} holds checkpoints of another run: {_note(group, name)}; "
                     "give each run folders of its own in tiers.ssd_paths, or remove these folders if that run is no longer needed"
                 )
+
+
+def check_snapshot(paths: Sequence[str], reference: StoreReference, reads_all: bool) -> int:
+    """Makes sure that a snapshot is the one that a checkpoint refers to, and whole. Not collective; safe in any thread.
+
+    Returns:
+        Bytes that were read of its files.
+
+    Raises:
+        DamagedCheckpointError: it is not; names the file, and what was expected.
+    """
+    where = f"snapshot {reference.snapshot!r} of the row store at {paths[0]}"
+    manifest = snapshot_manifest(paths, reference.snapshot)
+    if not manifest.is_file():
+        raise DamagedCheckpointError(f"{where}: {manifest} is missing, expected one with sha256 {reference.manifest_sha256[:16]}...")
+    try:
+        found = hashlib.sha256(read_manifest(paths, reference.snapshot)).hexdigest()
+        if found != reference.manifest_sha256:
+            raise DamagedCheckpointError(
+                f"{where}: {manifest} does not match its checksum: expected sha256 {reference.manifest_sha256[:16]}..., got {found[:16]}..."
+            )
+        snapshot = Snapshot.open(paths, reference.snapshot)
+        failures = snapshot.verify().failures if reads_all else ()
+        num_bytes = sum(segment.file_bytes for segment in snapshot.segments())
+    except StorageError as error:
+        raise DamagedCheckpointError(f"{where}: {error}") from error
+    if failures:
+        more = f"; and {len(failures) - 1} more faults" if len(failures) > 1 else ""
+        raise DamagedCheckpointError(f"{where}: {failures[0]}{more}")
+    return num_bytes
 
 
 HOW_TO_CHANGE = (
@@ -349,13 +399,17 @@ def _shown(placed: tuple[str, StoredPart]) -> str:
     return f"{part.weight}, {rows}, {part.num_columns} columns from {part.first_column}, {fields}, in {folder}"
 
 
+def _is_of_same_run(found: Sequence[str], wanted: str) -> bool:
+    """Whether a store has another snapshot of the run that `wanted` belongs to."""
+    match = SNAPSHOT_NAME.fullmatch(wanted)
+    return match is not None and any(match.group(1) in name for name in found)
+
+
 def _described(found: Sequence[str], wanted: str) -> str:
     """Says which snapshots a store has, when the wanted one is missing."""
-    match = SNAPSHOT_NAME.fullmatch(wanted)
-    run_id = match.group(1) if match else ""
     if not found:
         return "none"
-    kind = "" if any(run_id in name for name in found) else " of another run"
+    kind = "" if _is_of_same_run(found, wanted) else " of another run"
     return f"only {', '.join(found[-3:])}{kind}"
 
 

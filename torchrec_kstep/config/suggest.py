@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 _MIN_RATIO = 0.6  # the cutoff that difflib itself uses; below it two names have little in common
+_MIN_LAST_PART = 0.35
 _OTHER_GROUP = 0.95  # a match under another group ranks just below the same match in the right group
 
 
@@ -12,9 +13,12 @@ def _ratio(a: str, b: str) -> float:
 
 
 def _closeness(word: str, candidate: str) -> float:
-    """Likeness of two dotted names: as a whole, and by last part alone, so that `lr` finds `optim.lr`."""
+    """Likeness of two dotted names: as a whole, and by last part alone, so that `lr` finds `optim.lr`.
+
+    A group in common is no likeness: the last parts must have something in common too.
+    """
     by_last_part = _ratio(word.rpartition(".")[2], candidate.rpartition(".")[2])
-    return max(_ratio(word, candidate), _OTHER_GROUP * by_last_part)
+    return 0.0 if by_last_part < _MIN_LAST_PART else max(_ratio(word, candidate), _OTHER_GROUP * by_last_part)
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:

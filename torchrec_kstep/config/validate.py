@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from torchrec_kstep.config.core_list import parse_cores
 from torchrec_kstep.config.findings import Finding, Findings
 from torchrec_kstep.config.keys import Key, schema_keys
-from torchrec_kstep.config.schema import DataConfig, RunConfig
+from torchrec_kstep.config.schema import DataConfig, RunConfig, TiersConfig
 from torchrec_kstep.config.suggest import did_you_mean
 from torchrec_kstep.errors import ConfigError
+from torchrec_kstep.tier_config import MAX_PATHS, MAX_PREFETCH_DEPTH, MAX_SEGMENT_BYTES, MIN_SEGMENT_BYTES, MIN_SEGMENTS
+from torchrec_kstep.units import format_bytes, parse_bytes
 
 _SHARDINGS = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise")
 COLUMN_MULTIPLE = 4  # FBGEMM's kernels read rows in groups of four floats
@@ -111,9 +113,9 @@ BOUNDS: Mapping[str, Bounds] = {
     "model.cross_rank": ANY_COUNT,
     "model.embedding_init_std": NOT_NEGATIVE,
     "planner.trace_rows": ANY_COUNT,
-    "tiers.prefetch_depth": ANY_COUNT,
-    "tiers.lookahead": ANY_COUNT,
     "routes.drive_shares": NOT_NEGATIVE,
+    "tiers.prefetch_depth": Bounds(0, MAX_PREFETCH_DEPTH),
+    "tiers.lookahead": Bounds(0, MAX_PREFETCH_DEPTH),
     "optim.lr": POSITIVE,
     "optim.embedding_lr": POSITIVE,
     "optim.beta1": FRACTION,
@@ -395,6 +397,39 @@ def _route_rules(config: RunConfig) -> Iterator[Finding]:
         yield Finding("routes.drive_shares are all 0: give the drive that rows are to lie on a share above 0", ("routes.drive_shares",))
 
 
+def _size_rules(tiers: TiersConfig) -> Iterator[Finding]:
+    """Says which sizes of tiers cannot be, before a store is opened with them."""
+    if tiers.lookahead < tiers.prefetch_depth:
+        yield Finding(
+            f"tiers.lookahead={tiers.lookahead} is less than tiers.prefetch_depth={tiers.prefetch_depth}",
+            ("tiers.lookahead", "tiers.prefetch_depth"),
+        )
+    if len(tiers.ssd_paths) > MAX_PATHS:
+        yield Finding(f"tiers.ssd_paths: {len(tiers.ssd_paths)} folders, expected at most {MAX_PATHS}", ("tiers.ssd_paths",))
+    sizes: dict[str, int] = {}
+    for name in ("dram_bytes", "segment_bytes", "ssd_bytes"):
+        text = getattr(tiers, name)
+        try:
+            sizes |= {name: parse_bytes(text)} if text or name != "ssd_bytes" else {}
+        except ConfigError as error:
+            hint = "; write 0B for a cache of nothing" if text == "0" and name == "dram_bytes" else ""
+            yield Finding(f"tiers.{name}: {error}{hint}", (f"tiers.{name}",))
+    segment_bytes = sizes.get("segment_bytes")
+    if segment_bytes is None:
+        return
+    if not MIN_SEGMENT_BYTES <= segment_bytes <= MAX_SEGMENT_BYTES:
+        yield Finding(
+            f"tiers.segment_bytes={tiers.segment_bytes}: expected {format_bytes(MIN_SEGMENT_BYTES)} to {format_bytes(MAX_SEGMENT_BYTES)}",
+            ("tiers.segment_bytes",),
+        )
+    elif "ssd_bytes" in sizes and sizes["ssd_bytes"] < MIN_SEGMENTS * segment_bytes:
+        yield Finding(
+            f"tiers.ssd_bytes={tiers.ssd_bytes} with tiers.segment_bytes={tiers.segment_bytes}: a row store needs at least {MIN_SEGMENTS} "
+            f"segments, {format_bytes(MIN_SEGMENTS * segment_bytes)}; raise the one or lower the other",
+            ("tiers.ssd_bytes", "tiers.segment_bytes"),
+        )
+
+
 def _tier_rules(config: RunConfig) -> Iterator[Finding]:
     """Says what tiered tables cannot do, and when tiers are set up for nothing."""
     planner, tiers, optim, train = config.planner, config.tiers, config.optim, config.train
@@ -404,14 +439,10 @@ def _tier_rules(config: RunConfig) -> Iterator[Finding]:
                 f"tiers.name=dram_ssd with planner.kernel={planner.kernel}: only tiered tables use tiers; choose planner=tiered",
                 ("tiers.name", "planner.kernel"),
             )
-        if tiers.lookahead < tiers.prefetch_depth:
-            yield Finding(
-                f"tiers.lookahead={tiers.lookahead} is less than tiers.prefetch_depth={tiers.prefetch_depth}",
-                ("tiers.lookahead", "tiers.prefetch_depth"),
-            )
+        yield from _size_rules(config.tiers)
     if planner.kernel != "tiered":
         return
-    if optim.embedding == "adagrad":
+    if optim.embedding == "adagrad" and not config.kstep.k:  # which takes adam only, and says so
         yield Finding(
             "planner.kernel=tiered with optim.embedding=adagrad: tiered tables have row-wise Adagrad only; "
             "choose optim.embedding=adam, sgd or rowwise_adagrad, or planner=dense",

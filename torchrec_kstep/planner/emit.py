@@ -1,7 +1,6 @@
 """From a placement to TorchRec's own `ShardingPlan`."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
@@ -17,6 +16,9 @@ KERNELS = {"dense": "dense", "fused": "fused", "tiered": CUSTOMIZED_KERNEL}  # o
 class TieredParameterSharding(ParameterSharding):  # type: ignore[misc]  # TorchRec carries no type information
     """A table of a plan, with what TorchRec has no words for.
 
+    TorchRec does not see it: it groups tables, and so fills row stores, by their type and pooling alone. Otherwise a run that gets
+    more memory would look for its rows in other stores.
+
     Attributes:
         tier: where rows rest.
         cache_bytes: of each shard's cache in the tier above.
@@ -24,10 +26,6 @@ class TieredParameterSharding(ParameterSharding):  # type: ignore[misc]  # Torch
 
     tier: str = "dram"
     cache_bytes: int = 0
-
-    def get_additional_fused_params(self) -> dict[str, Any]:
-        """What TorchRec groups tables by, beside their type: tables that rest in different tiers never share a row store."""
-        return {"kstep_tier": self.tier}
 
 
 def sharding_plan(placement: Placement, device: str) -> ShardingPlan:

@@ -26,6 +26,7 @@ from torchrec_kstep.runtime.watch import POLL_S, Watch
 from torchrec_kstep.world import World
 
 _POLL_S = 0.1
+_SILENT = "does not answer: it was killed, ran out of memory or crashed without a message, or it is stopped (SIGSTOP, a debugger)"
 _SILENCE_S = 6 * POLL_S
 _SILENCE_WHILE_WAITING_S = 30.0
 _LINGER_S = 4 * POLL_S
@@ -161,7 +162,7 @@ class Job:
         try:
             is_first = failure.recorded(self.store) is None
             if is_first and failure.is_from_elsewhere(error) and (silent := failure.silent_ranks(self.store, others, _SILENCE_S)):
-                mine = Failure(silent[0], "ended without a message (killed, out of memory, or crashed)", reported_by=rank)
+                mine = Failure(silent[0], _SILENT, reported_by=rank)
             failure.record(self.store, mine)
             first = failure.recorded(self.store)
             if self.world.is_main:  # it may hold the store: let the others read the cause before it goes

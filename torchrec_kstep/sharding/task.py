@@ -10,6 +10,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingEnv, ShardingPlan
 
 from torchrec_kstep.errors import ConfigError, PlanError
+from torchrec_kstep.planner.tables import find_tables
 from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
 from torchrec_kstep.world import World
@@ -53,9 +54,10 @@ def shard_task(
     weights = {name: weight for name, weight in task.state_dict().items() if name not in tiered}
     if any(weight.is_meta for weight in weights.values()):
         raise ConfigError("the task has no weights (device meta): build it on cpu to train it")
+    tables = find_tables(task)
     for sharder in sharders:
         if isinstance(sharder, TieredEmbeddingBagCollectionSharder):
-            sharder.divide_over(plan)
+            sharder.divide_over(plan, tables)
     where = replicas or {"env": ShardingEnv.from_process_group(dist.GroupMember.WORLD)}
     dmp = DistributedModelParallel(module=task, device=device, plan=plan, sharders=sharders, **where)
     missing, _ = dmp.load_state_dict(dict(weights), strict=False)  # a copy, because TorchRec renames keys in place

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from torchrec_kstep.errors import StorageError, StorageIOError
+from torchrec_kstep.errors import CorruptionError, StorageError, StorageIOError
 from torchrec_kstep.ops import _library
 from torchrec_kstep.ops.batch import InitKind, TableSpec
 from torchrec_kstep.ops.row_group import RowGroup
@@ -216,13 +216,33 @@ def read_manifest(paths: Sequence[str | Path], name: str) -> bytes:
         StorageError: there is no such snapshot.
         StorageIOError: the drive refused.
     """
-    path = Path(paths[0]) / "snapshots" / name / "MANIFEST"
+    path = snapshot_manifest(paths, name)
     try:
         return path.read_bytes()
     except FileNotFoundError:
         raise StorageError(f"the row store at {paths[0]} has no snapshot {name!r}") from None
     except OSError as error:
         raise StorageIOError(f"cannot read {path}: {error.strerror}") from error
+
+
+def snapshot_manifest(paths: Sequence[str | Path], name: str) -> Path:
+    """Returns the file that holds the manifest of a snapshot."""
+    return Path(paths[0]) / "snapshots" / name / "MANIFEST"
+
+
+def refuse_lost_headers(paths: Sequence[str | Path]) -> None:
+    """Makes sure that no path would be taken for a new store's although snapshots lie there.
+
+    Raises:
+        CorruptionError: the header of a store was lost.
+    """
+    for path in map(Path, paths):
+        folder = path / "snapshots"
+        if not (path / "STORE").exists() and folder.is_dir() and any(folder.iterdir()):
+            raise CorruptionError(
+                f"{path / 'STORE'}, the header of a row store, is missing, although {len(list(folder.iterdir()))} snapshots lie beside it: "
+                f"put it back from a copy; or name other folders, or remove {path}, to give up what is there and start anew"
+            )
 
 
 def check_store(paths: Sequence[str | Path]) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.multiprocess.tiny import TinyDataset, assert_equal_bits, fingerprints
 from torchrec_kstep.checkpoint import CheckpointManager, TrainState, storage
 from torchrec_kstep.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from torchrec_kstep.checkpoint.state import flatten, random_state, seed_rank, set_random_state
-from torchrec_kstep.errors import CheckpointError
+from torchrec_kstep.errors import CheckpointError, DamagedCheckpointError
 from torchrec_kstep.loop import Loop
 
 
@@ -163,6 +164,39 @@ def test_a_published_checkpoint_is_never_overwritten(manager: CheckpointManager,
     save(manager, loop, 1)
     with pytest.raises(CheckpointError, match="exists already"):
         save(manager, loop, 1)
+
+
+def test_a_folder_without_a_manifest_is_set_aside_and_its_step_saved_again(manager: CheckpointManager, loop: Loop) -> None:
+    """A lost manifest must not stand in the way of the step when the run gets there again."""
+    for step in (1, 2):
+        save(manager, loop, step)
+    (folder_of(manager, 2) / MANIFEST_NAME).unlink()
+    found = manager.resume(loop.dmp, loop.optimizer)
+    assert found is not None
+    assert found.state.step == 1
+    assert found.notes[0].startswith("checkpoint of step 2 is damaged, was renamed to step_0000000002.damaged")
+    save(manager, loop, 2)
+    assert manager.steps() == [1, 2]
+
+
+def test_a_best_checkpoint_that_is_damaged_is_told_and_sought_anew(manager: CheckpointManager, loop: Loop) -> None:
+    """Otherwise the run would train to its end and then fail to load it for the test."""
+    for step in (1, 2, 3):
+        save(manager, loop, step, best_step=1)
+    (folder_of(manager, 1) / "rank_0000.safetensors").unlink()
+    found = manager.resume(loop.dmp, loop.optimizer)
+    assert found is not None
+    assert (found.state.step, found.state.best_step) == (3, None)
+    assert re.search(r"best checkpoint so far, of step 1, cannot be loaded.*rank_0000\.safetensors is missing", found.notes[0])
+
+
+def test_nothing_is_changed_where_no_checkpoint_is_whole(manager: CheckpointManager, loop: Loop) -> None:
+    for step in (1, 2):
+        save(manager, loop, step)
+        (folder_of(manager, step) / "rank_0000.safetensors").write_bytes(b"")
+    with pytest.raises(DamagedCheckpointError, match=r"(?s)no checkpoint in .* is whole.*step 2: .* has 0 bytes, expected \d+.*step 1: "):
+        manager.resume(loop.dmp, loop.optimizer)
+    assert manager.steps() == [1, 2]
 
 
 def test_another_contract_is_refused_with_what_differs(manager: CheckpointManager, loop: Loop) -> None:

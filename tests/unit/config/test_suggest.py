@@ -18,6 +18,8 @@ NAMES = ["optim.k", "optim.lr", "optim.embedding_lr", "train.epochs", "train.bat
         ("optim.kstp", "optim.k"),
         ("optim.batch_size", "train.batch_size"),
         ("zzzzqqqq", None),
+        ("optim.foo", None),  # the group alone is no likeness
+        ("train.zzz", None),
     ],
 )
 def test_the_nearest_name_is_found(word: str, match: str | None) -> None:

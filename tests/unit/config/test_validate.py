@@ -108,6 +108,7 @@ def test_numbers_without_bounds_must_still_be_finite() -> None:
 
 
 TIERED = {"planner.kernel": "tiered"}
+SSD = {**TIERED, "tiers.name": "dram_ssd"}
 FUSED = {"planner.kernel": "fused", "optim.embedding": "adagrad"}
 DENSE = {"planner.kernel": "dense"}
 RULES: list[tuple[dict[str, object], str]] = [
@@ -123,7 +124,13 @@ RULES: list[tuple[dict[str, object], str]] = [
     ({"distributed.backend": "nccl"}, "NCCL moves CUDA tensors only"),
     ({**DENSE, "tiers.name": "dram_ssd", "tiers.ssd_paths": ["rows"]}, "only tiered tables use tiers; choose planner=tiered"),
     ({**TIERED, "tiers.name": "dram_ssd", "tiers.ssd_paths": ["rows"], "tiers.lookahead": 1}, "is less than tiers.prefetch_depth=2"),
+    ({**SSD, "tiers.dram_bytes": "0"}, "tiers.dram_bytes: cannot read '0' as a size"),
+    ({**SSD, "tiers.segment_bytes": "1KiB"}, "tiers.segment_bytes=1KiB: expected 64 KiB to 1 GiB"),
+    ({**SSD, "tiers.ssd_bytes": "much"}, "tiers.ssd_bytes: cannot read 'much' as a size"),
+    ({**SSD, "tiers.ssd_bytes": "128MiB"}, "at least 4 segments, 256 MiB; raise the one or lower the other"),
+    ({**SSD, "tiers.ssd_paths": [f"d{index}" for index in range(17)]}, "17 folders, expected at most 16"),
     ({**TIERED, "optim.embedding": "adagrad"}, "row-wise Adagrad only"),
+    ({**TIERED, "optim.embedding": "adagrad", "kstep.k": 20}, "kstep.k=20 with optim.embedding=adagrad"),
     ({**TIERED, "train.device": "cuda"}, "rows are looked up on the CPU"),
     ({**TIERED, "planner.sharding": "data_parallel"}, "planner.sharding=data_parallel: rows in tiers have one owner"),
     ({**TIERED, "planner.tables": {"user": "data_parallel"}}, "planner.tables.user=data_parallel: rows in tiers have one owner"),
@@ -137,6 +144,12 @@ RULES: list[tuple[dict[str, object], str]] = [
     ({"data.validation_fraction": 0.5, "data.test_fraction": 0.5}, "leave no rows to train on"),
     ({"data.name": "synthetic", "data.synthetic.num_rows_per_table": []}, "at least one table"),
 ]
+
+
+def test_all_wrong_sizes_of_tiers_are_told_at_once() -> None:
+    """They used to be told one by one, after ranks had met."""
+    sizes = {"tiers.dram_bytes": "0", "tiers.segment_bytes": "1KiB", "tiers.ssd_bytes": "4", "tiers.prefetch_depth": 2000}
+    assert len(texts(with_values({**SSD, **sizes}))) == 4
 
 
 @pytest.mark.parametrize(("values", "says"), RULES, ids=[says for _, says in RULES])

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.ops.batch import TableSpec
 from torchrec_kstep.optim_spec import AdamSpec
 from torchrec_kstep.sharding.tiered.opening import OpenOnSsd
+from torchrec_kstep.sharding.tiered.shares import StoreShare
 from torchrec_kstep.tier_config import TierConfig
-from torchrec_kstep.units import MIB
 from torchrec_kstep.world import World
 
 TABLES = [TableSpec("small", 100, 8)]
@@ -21,13 +20,7 @@ def test_the_smallest_store_of_a_model_still_has_room_for_its_segments(tmp_path:
     """Otherwise a model with one huge table could not be opened, because its small tables get next to nothing of the quota."""
     tiers = TierConfig("1MiB", [tmp_path], ssd_bytes="1GiB", segment_bytes="1MiB")
     world = World(0, local_world_size, 0, local_world_size)
-    with OpenOnSsd(tiers, world)("small", TABLES, AdamSpec(lr=0.1), share) as group:
+    with OpenOnSsd(tiers, world)("small", TABLES, AdamSpec(lr=0.1), StoreShare(ssd=share, num_stores=2 * local_world_size)) as group:
         group.replay(group.dedup(torch.arange(5), torch.tensor([0, 5]), [0]))
         group.snapshot("one")
         assert group.snapshots() == ["one"]
-
-
-def test_a_quota_below_the_least_is_refused_as_before(tmp_path: Path) -> None:
-    tiers = TierConfig("1MiB", [tmp_path], ssd_bytes=6 * MIB, segment_bytes="1MiB")
-    with pytest.raises(ConfigError, match=r"divided over 2 ranks is 3\.0* MiB each|divided over 2 ranks is 3 MiB each"):
-        OpenOnSsd(tiers, World(0, 2, 0, 2))("small", TABLES, AdamSpec(lr=0.1), 1.0)

@@ -14,7 +14,7 @@ def tier_scalars(model: nn.Module) -> dict[str, float]:
     """Returns counters by name since the tables were opened; empty for a model without tiered tables. Not collective.
 
     Rows on SSD add `hit_ratio`, rows found in the cache over rows asked for, and the counters of `PER_TABLE` for each table as
-    `<counter>.<table>`. Clipped tables add `clipped_share.<table>`.
+    `<counter>.<table>`, its column shards summed. Clipped tables add `clipped_share.<table>`.
     """
     sums: dict[str, float] = {}
     for module in model.modules():
@@ -22,10 +22,10 @@ def tier_scalars(model: nn.Module) -> dict[str, float]:
             continue
         for kernel in kernels_of(module._lookups):
             stats = StoreStats.of(kernel.group.counters())
-            for table, counted in stats.tables.items():
+            for shard, counted in stats.tables.items():
                 for name in PER_TABLE:
                     if name in counted:
-                        key = f"{name}.{table}"
+                        key = f"{name}.{kernel.table_of_shard[shard]}"
                         sums[key] = sums.get(key, 0.0) + counted[name]
             for counters in (*stats.tables.values(), stats.store):
                 for name, value in counters.items():
@@ -44,8 +44,9 @@ def clipped_shares(model: nn.Module) -> dict[str, float]:
         if not isinstance(module, PrefetchesRows):
             continue
         for kernel in kernels_of(module._lookups):
-            for table, counters in kernel.group.counters().items():
+            for shard, counters in kernel.group.counters().items():
                 if "clipped_rows" in counters:
+                    table = kernel.table_of_shard[shard]
                     updated[table] = updated.get(table, 0.0) + counters["updated_rows"]
                     clipped[table] = clipped.get(table, 0.0) + counters["clipped_rows"]
     return {table: clipped[table] / count for table, count in updated.items() if count}

@@ -47,6 +47,7 @@ class TieredKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]  
         self.group = group
         self.shards = tuple(shards)
         update = DeferredUpdate() if is_deferred else EmptyFusedOptimizer()
+        self.table_of_shard = {group.tables[shard.index].name: shard.table for shard in shards}
         self._stand_ins = {shard.table: stand_in(update) for shard in shards}
         self._table_of_feature = [index for index, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
         self._ahead: deque[_Known] = deque(maxlen=MAX_BATCHES_AHEAD)

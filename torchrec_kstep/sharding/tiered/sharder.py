@@ -4,22 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_kstep.optim_spec import OptimizerSpec
 from torchrec_kstep.sharding.tiered.collection import ShardedTieredEmbeddingBagCollection
 from torchrec_kstep.sharding.tiered.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
-from torchrec_kstep.sharding.tiered.opening import (
-    OpenOnSsd,
-    RowsOpener,
-    module_record_bytes,
-    open_in_dram,
-    plan_record_bytes,
-    planned_cache_shares,
-)
+from torchrec_kstep.sharding.tiered.opening import OpenOnSsd, RowsOpener, open_in_dram
 from torchrec_kstep.sharding.tiered.sequence_collection import ShardedTieredEmbeddingCollection
+from torchrec_kstep.sharding.tiered.shares import ModulePlans, ModuleTables, TierShares, check_quota
 from torchrec_kstep.sharding.tiered.state import planned_rank
 from torchrec_kstep.sharding.tiered.tables import TableMaker
 from torchrec_kstep.tier_config import TierConfig
@@ -61,7 +55,7 @@ class _TieredSharder:
         super().__init__(fused_params=fused_params, **options)  # type: ignore[call-arg]  # TorchRec's sharder, beside this class
         self.optimizer = optimizer
         self._open_rows: RowsOpener = open_in_dram if tiers is None else OpenOnSsd(tiers, world or World.from_torchrun())
-        self._plan: ShardingPlan | None = None
+        self._divided: tuple[ModulePlans, ModuleTables] | None = None
         self._is_deferred = deferred
         self._seed = seed
 
@@ -85,9 +79,31 @@ class _TieredSharder:
         """Folders of the host's drives; none for rows in DRAM."""
         return tuple(map(str, self._open_rows.tiers.ssd_paths)) if isinstance(self._open_rows, OpenOnSsd) else ()
 
-    def divide_over(self, plan: ShardingPlan) -> None:
-        """Divides the tiers over all collections of `plan`. Without it each collection takes all of what the host may use."""
-        self._plan = plan
+    def divide_over(self, plan: ShardingPlan, tables: ModuleTables) -> None:
+        """Divides the tiers over all collections of `plan`. Without it each collection takes all of what the host may use.
+
+        Args:
+            plan: of all collections.
+            tables: of all collections, by path.
+        """
+        self._divided = module_plans(plan), tables
+
+    def check_plan(self, plan: ShardingPlan, tables: ModuleTables, num_ranks: int) -> None:
+        """Makes sure that the row stores of a plan fit into the quota of every host. Not collective.
+
+        Args:
+            plan: of all collections.
+            tables: of all collections, by path.
+            num_ranks: ranks that share the tables.
+
+        Raises:
+            PlanError: the least that the stores need is more than there is.
+        """
+        if isinstance(self._open_rows, OpenOnSsd):
+            size = self._open_rows.world.local_world_size
+            for rank in range(0, num_ranks, size):
+                shares = TierShares.of_plan(module_plans(plan), tables, self.optimizer, rank, num_ranks, size)
+                check_quota(shares, self._open_rows.tiers)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Returns the kernels that a plan may use: ours first; a replicated table is never tiered."""
@@ -101,14 +117,12 @@ class _TieredSharder:
         self, tables: Sequence[BaseEmbeddingConfig], params: dict[str, ParameterSharding], env: ShardingEnv, module_fqn: str | None
     ) -> TableMaker:
         """Joins all that a collection's kernels are made of."""
-        if self._plan is None:
-            rank_bytes = module_record_bytes(params, planned_rank(env), self.optimizer)
-        else:
-            rank_bytes = plan_record_bytes(self._plan, planned_rank(env), self.optimizer)
-        cache_shares = None
-        if self._plan is not None and isinstance(self._open_rows, OpenOnSsd):
+        shares = None
+        if isinstance(self._open_rows, OpenOnSsd):
+            plan, all_tables = self._divided or ({module_fqn or "": params}, {module_fqn or "": tables})
             size = self._open_rows.world.local_world_size
-            cache_shares = planned_cache_shares(self._plan, planned_rank(env), min(size, env.world_size), size)
+            shares = TierShares.of_plan(plan, all_tables, self.optimizer, planned_rank(env), env.world_size, size)
+            check_quota(shares, self._open_rows.tiers)
         return TableMaker(
             open_rows=self._open_rows,
             optimizer=self.optimizer,
@@ -116,9 +130,13 @@ class _TieredSharder:
             seed=self._seed,
             tables={table.name: table for table in tables},
             prefix=module_fqn or "",
-            rank_bytes=rank_bytes,
-            cache_shares=cache_shares,
+            shares=shares,
         )
+
+
+def module_plans(plan: ShardingPlan) -> ModulePlans:
+    """Returns the plans of embedding collections, by path."""
+    return {path: module for path, module in plan.plan.items() if isinstance(module, EmbeddingModuleShardingPlan)}
 
 
 class TieredEmbeddingBagCollectionSharder(_TieredSharder, EmbeddingBagCollectionSharder):  # type: ignore[misc]  # torchrec is untyped

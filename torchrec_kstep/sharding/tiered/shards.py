@@ -62,6 +62,14 @@ def column_parts(places: Sequence[ShardMetadata]) -> list[int]:
     return sorted({int(place.shard_offsets[1]) for place in places})
 
 
+def shard_name(table: str, place: ShardMetadata, all_places: Sequence[ShardMetadata]) -> str:
+    """Names a shard in its row group: as its table, with its columns where these are cut, e.g. `user[8:16]`."""
+    if len(column_parts(all_places)) == 1:
+        return table
+    first = int(place.shard_offsets[1])
+    return f"{table}[{first}:{first + int(place.shard_sizes[1])}]"
+
+
 def sharded_field(shards: Sequence[TableShard], field: str, process_group: dist.ProcessGroup | None) -> ShardedTensor:
     """Shows one record field of a table as a sharded tensor of `RowsTensor`s. Not collective.
 

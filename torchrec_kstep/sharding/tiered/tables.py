@@ -1,6 +1,6 @@
 """From TorchRec's description of a rank's tables to a row group with its optimizer."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,9 +14,10 @@ from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim_spec import OptimizerSpec, RowwiseAdagradSpec
 from torchrec_kstep.sharding.tiered.initial import initial_values
 from torchrec_kstep.sharding.tiered.kernel import TieredBagKernel, TieredKernel, TieredSequenceKernel
-from torchrec_kstep.sharding.tiered.opening import RowsOpener, record_bytes
+from torchrec_kstep.sharding.tiered.opening import RowsOpener
 from torchrec_kstep.sharding.tiered.optimizer import TieredOptimizer
-from torchrec_kstep.sharding.tiered.shards import TableShard, column_parts, shard_of
+from torchrec_kstep.sharding.tiered.shards import TableShard, column_parts, shard_name, shard_of
+from torchrec_kstep.sharding.tiered.shares import StoreShare, TierShares, record_bytes
 from torchrec_kstep.storage.table_ids import table_ids
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL, GroupedEmbeddingConfig, ShardedEmbeddingTable
 
@@ -32,8 +33,7 @@ class TableMaker:
         seed: seed of initial rows whose `init_fn` brings none.
         tables: the collection's tables by name; they know the `init_fn` that TorchRec's own description lacks.
         prefix: names the collection, for the names of row groups.
-        rank_bytes: bytes of all tiered rows of this rank, by which groups share what the rank may use.
-        cache_shares: the part of the rank's DRAM that each table gets by the plan; None: the plan leaves it to the bytes.
+        shares: how groups share what the host may use; None where there is nothing to divide.
     """
 
     open_rows: RowsOpener
@@ -42,8 +42,7 @@ class TableMaker:
     seed: int
     tables: dict[str, BaseEmbeddingConfig]
     prefix: str
-    rank_bytes: int
-    cache_shares: Mapping[str, float] | None = None
+    shares: TierShares | None = None
 
     @cached_property
     def _table_ids(self) -> dict[str, int]:
@@ -75,23 +74,23 @@ class TableMaker:
         make: Callable[[RowGroup, list[TableShard], TieredOptimizer], TieredKernel],
     ) -> TieredKernel:
         specs = [self._spec(table) for table in config.embedding_tables]
-        group_bytes = sum(record_bytes(table.local_rows, table.local_cols, self.optimizer) for table in config.embedding_tables)
-        share = min(group_bytes / self.rank_bytes, 1.0) if self.rank_bytes else 1.0
-        cache_share = None
-        if self.cache_shares is not None:
-            cache_share = sum({table.name: self.cache_shares.get(table.name, 0.0) for table in config.embedding_tables}.values())
-        group = self.open_rows(f"{self.prefix}.{name}" if self.prefix else name, specs, self.optimizer, share, cache_share)
+        table_bytes = [(table.name, record_bytes(table.local_rows, table.local_cols, self.optimizer)) for table in config.embedding_tables]
+        share = StoreShare() if self.shares is None else self.shares.of_store(table_bytes)
+        group = self.open_rows(f"{self.prefix}.{name}" if self.prefix else name, specs, self.optimizer, share)
         shards = [shard_of(table, group, index) for index, table in enumerate(config.embedding_tables)]
         optimizer = TieredOptimizer(group, shards, self.optimizer, self.is_deferred, process_group)
         return make(group, shards, optimizer)
 
     def _spec(self, table: ShardedEmbeddingTable) -> TableSpec:
-        """Describes a shard to the row group. Row ids and columns count in the whole table, so initial rows do not depend on shards."""
+        """Describes a shard to the row group. Row ids and columns count in the whole table, so initial rows do not depend on shards.
+
+        A table that is cut by columns may have several shards in a group, so each has a name of its own.
+        """
         first_column = int(table.local_metadata.shard_offsets[1])
         self._check_columns(table)
         values = initial_values(self.tables[table.name], self.seed)
         return TableSpec(
-            name=table.name,
+            name=shard_name(table.name, table.local_metadata, table.global_metadata.shards_metadata),
             num_rows=table.num_embeddings,
             dim=table.local_cols,
             table_id=self._table_ids[table.name],
