@@ -107,6 +107,12 @@ StoreOptions store_options(const StringList& paths, std::vector<TableSpec> table
   store.segment_bytes = static_cast<std::uint64_t>(options.at("segment_bytes"));
   store.space_factor = static_cast<double>(options.at("space_percent")) / 100.0;
   store.queue_depth = static_cast<std::uint32_t>(options.at("queue_depth"));
+  for (std::size_t path = 0; path < paths.size() && options.contains("path_weight_0"); ++path) {
+    store.path_weights.push_back(static_cast<double>(options.at("path_weight_" + std::to_string(path))));
+  }
+  for (std::size_t path = 0; path < paths.size() && options.contains("path_bytes_per_s_0"); ++path) {
+    store.path_bytes_per_s.push_back(static_cast<std::uint64_t>(options.at("path_bytes_per_s_" + std::to_string(path))));
+  }
   return store;
 }
 

@@ -56,6 +56,9 @@ struct StoreContext {
   std::uint64_t next_segment_id = 1;
   std::uint32_t epoch = 0;                                // of the current append batch
   std::vector<std::uint64_t> path_bytes;                  // live bytes per path, for striping
+  std::vector<double> path_weights;                       // what part of them each path should have; not all 0
+  std::vector<std::uint64_t> path_bytes_read;             // by rows asked for
+  std::vector<std::uint64_t> path_bytes_written;          // all segment bytes
   std::uint64_t unheld_bytes = 0;                         // live segments that no snapshot holds
   std::uint64_t held_bytes = 0;                           // live segments that a snapshot holds too
   std::uint64_t bytes_written = 0;                        // all segment bytes, with padding and cleaning
@@ -175,6 +178,9 @@ class RowLog {
   void commit(Stream stream, TableState* table, const RecordTail& tail);
   Stream stream_for(std::uint32_t earlier_slot) const;
   std::uint32_t target_units() const;
+  // The path that the next segment belongs on, so that bytes come to lie by weight.
+  std::uint32_t next_path() const;
+  void count_written(const Segment& segment, std::uint64_t bytes);
   const std::byte* find_in_memory(std::uint32_t ordinal, std::uint64_t offset) const;
   Status check_record(const ReadRow& row, const std::byte* record) const;
 

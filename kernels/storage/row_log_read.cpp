@@ -98,6 +98,7 @@ Status RowLog::start_group(ReadRow* rows, const std::vector<std::uint32_t>& orde
   group->request.buffer = group->memory.data();
   group->request.tag = reinterpret_cast<std::uint64_t>(group);
   rows[order[group->first]].table->io.bytes_read += group->request.num_bytes;
+  context_->path_bytes_read[segment.path] += group->request.num_bytes;
   *is_started = true;
   return context_->reads->submit(&group->request);
 }

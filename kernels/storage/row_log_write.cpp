@@ -114,6 +114,31 @@ Status RowLog::take_ordinal(std::uint32_t* out) {
   return {};
 }
 
+std::uint32_t RowLog::next_path() const {
+  const auto& weights = context_->path_weights;
+  const std::uint64_t segment_bytes = std::uint64_t{target_units()} * layout_.unit_bytes;
+  std::vector<std::uint64_t> bytes = context_->path_bytes;
+  for (const auto& open : open_) {  // what the open segments will come to hold
+    if (open != nullptr) bytes[segments_[open->ordinal].path] += segment_bytes - std::min(segment_bytes, segments_[open->ordinal].file_bytes);
+  }
+  std::size_t best = weights.size();
+  double least_fill = 0;
+  for (std::size_t path = 0; path < weights.size(); ++path) {
+    if (weights[path] <= 0) continue;
+    const double fill = static_cast<double>(bytes[path] + segment_bytes) / weights[path];
+    if (best == weights.size() || fill < least_fill) {
+      best = path;
+      least_fill = fill;
+    }
+  }
+  return static_cast<std::uint32_t>(best);
+}
+
+void RowLog::count_written(const Segment& segment, std::uint64_t bytes) {
+  context_->bytes_written += bytes;
+  context_->path_bytes_written[segment.path] += bytes;
+}
+
 Status RowLog::open_segment(Stream stream) {
   std::uint32_t ordinal = 0;
   KSTEP_RETURN_IF_ERROR(take_ordinal(&ordinal));
@@ -121,8 +146,7 @@ Status RowLog::open_segment(Stream stream) {
   segment.state = Segment::State::Open;
   segment.stream = stream;
   segment.id = context_->next_segment_id;
-  const auto& path_bytes = context_->path_bytes;
-  segment.path = static_cast<std::uint32_t>(std::min_element(path_bytes.begin(), path_bytes.end()) - path_bytes.begin());
+  segment.path = next_path();
 
   auto open = std::make_unique<OpenSegment>();
   open->ordinal = ordinal;
@@ -262,7 +286,7 @@ Status RowLog::reap_writes(std::size_t min_done) {
     auto* buffer = reinterpret_cast<WriteBuffer*>(done[i]->tag);  // perhaps another log's
     const bool is_whole = done[i]->result == std::int64_t{buffer->num_bytes};
     buffer->state = is_whole ? WriteBuffer::State::Idle : WriteBuffer::State::Failed;
-    if (is_whole) context_->bytes_written += buffer->num_bytes;
+    if (is_whole) count_written(buffer->log->segments_[buffer->ordinal], buffer->num_bytes);
     buffer->log->release(buffer->log->segments_[buffer->ordinal]);
   }
   return {};
@@ -284,7 +308,7 @@ Status RowLog::retry_failed_writes() {
       status.detail += "; delete snapshots or other files, then repeat";
     }
     KSTEP_RETURN_IF_ERROR(status);
-    context_->bytes_written += buffer->num_bytes;
+    count_written(segment, buffer->num_bytes);
     buffer->state = WriteBuffer::State::Idle;
   }
   return {};
@@ -324,7 +348,7 @@ Status RowLog::seal(Stream stream) {
     return status;
   }
   context_->files.close(segment.id);  // the handle may write; readers open their own
-  context_->bytes_written += footer.size();
+  count_written(segment, footer.size());
   add_file_bytes(&segment, static_cast<std::int64_t>(footer.size()));
   segment.trailer_crc = trailer.trailer_crc;
   segment.sealed_epoch = context_->epoch;

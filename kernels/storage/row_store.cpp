@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <random>
 #include <set>
 #include <tuple>
+
+#include "storage/env_throttled.h"
 
 namespace kstep {
 namespace {
@@ -35,6 +38,14 @@ std::string parent_of(const std::string& path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
+Env* inner_env(const StoreOptions& options) { return options.env != nullptr ? options.env : &Env::posix(); }
+
+std::unique_ptr<Env> throttled(const StoreOptions& options) {
+  const auto& bounds = options.path_bytes_per_s;
+  if (std::all_of(bounds.begin(), bounds.end(), [](std::uint64_t bound) { return bound == 0; })) return nullptr;
+  return std::make_unique<ThrottledEnv>(inner_env(options), options.paths, bounds);
+}
+
 StoreId random_store_id() {
   std::random_device device;
   StoreId id;
@@ -46,7 +57,8 @@ StoreId random_store_id() {
 
 RowStore::RowStore(StoreOptions options)
     : options_(std::move(options)),
-      env_(options_.env != nullptr ? options_.env : &Env::posix()),
+      throttled_(throttled(options_)),
+      env_(throttled_ != nullptr ? throttled_.get() : inner_env(options_)),
       context_(env_, options_.max_open_files != 0 ? options_.max_open_files : default_open_files(env_)),
       catalog_(env_, options_.paths) {}
 
@@ -64,6 +76,10 @@ Status RowStore::open(StoreOptions options, std::unique_ptr<RowStore>* out) {
   context.roots = opts.paths;
   context.use_direct_io = opts.use_direct_io;
   context.path_bytes.assign(opts.paths.size(), 0);
+  context.path_bytes_read.assign(opts.paths.size(), 0);
+  context.path_bytes_written.assign(opts.paths.size(), 0);
+  context.path_weights = opts.path_weights;
+  if (opts.path_weights.empty()) context.path_weights.assign(opts.paths.size(), 1.0);
   for (const std::string& path : opts.paths) {
     std::uint32_t alignment = 0;
     KSTEP_RETURN_IF_ERROR(store->env_->direct_alignment(path, &alignment));
@@ -104,6 +120,15 @@ Status RowStore::check_options() const {
   }
   if (std::set<std::string>(options_.paths.begin(), options_.paths.end()).size() != options_.paths.size()) {
     return Status::invalid(context, "a path is given twice");
+  }
+  const auto& weights = options_.path_weights;
+  const bool are_weights = std::all_of(weights.begin(), weights.end(), [](double weight) { return weight >= 0; });
+  const bool is_any = std::accumulate(weights.begin(), weights.end(), 0.0) > 0;
+  if (!weights.empty() && (weights.size() != options_.paths.size() || !are_weights || !is_any)) {
+    return Status::invalid(context, "expected one weight per path, none below 0 and one above");
+  }
+  if (!options_.path_bytes_per_s.empty() && options_.path_bytes_per_s.size() != options_.paths.size()) {
+    return Status::invalid(context, "expected one bound in bytes per second per path");
   }
   if (options_.tables.empty()) return Status::invalid(context, "no tables");
   if (!(options_.space_factor >= 1.1)) {
@@ -448,7 +473,7 @@ std::map<std::string, double> RowStore::counters() const {
   for (const auto& table : context_.tables) record_bytes += table->io.bytes_written;
   const auto samples = static_cast<double>(std::max<std::uint64_t>(context_.num_queue_samples, 1));
   const auto written = static_cast<double>(context_.bytes_written);
-  return {
+  std::map<std::string, double> found = {
       {"device_written_bytes", written},
       {"write_amplification_ratio", record_bytes == 0 ? 0.0 : written / static_cast<double>(record_bytes)},
       {"cleaner_read_bytes", static_cast<double>(context_.bytes_cleaned_read)},
@@ -463,6 +488,11 @@ std::map<std::string, double> RowStore::counters() const {
       {"index_bytes", static_cast<double>(index_bytes())},
       {"open_files_count", static_cast<double>(context_.files.num_open())},
   };
+  for (std::size_t path = 0; path < context_.roots.size(); ++path) {
+    found["path_read_bytes_" + std::to_string(path)] = static_cast<double>(context_.path_bytes_read[path]);
+    found["path_written_bytes_" + std::to_string(path)] = static_cast<double>(context_.path_bytes_written[path]);
+  }
+  return found;
 }
 
 }  // namespace kstep

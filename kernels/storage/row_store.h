@@ -31,6 +31,8 @@ struct StoreOptions {
   IoBackend backend = IoBackend::Auto;
   std::uint32_t queue_depth = 128;
   bool use_direct_io = true;
+  std::vector<double> path_weights;           // part of the rows that each path takes, over their sum; empty: equal parts
+  std::vector<std::uint64_t> path_bytes_per_s;  // most that is asked of each path, 0: no bound; empty: none has one
   Env* env = nullptr;                         // null: Env::posix()
 };
 
@@ -116,6 +118,7 @@ class RowStore {
   Status make_room(std::uint64_t bytes);
 
   StoreOptions options_;
+  std::unique_ptr<Env> throttled_;  // null without bounds; outlives the engines in context_
   Env* env_;
   StoreContext context_;
   SnapshotCatalog catalog_;

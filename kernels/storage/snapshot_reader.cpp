@@ -25,6 +25,7 @@ Status SnapshotReader::open(Env* env, const std::vector<std::string>& paths, con
   context.store_id = manifest.store_id;
   context.use_direct_io = false;  // evaluation re-reads rows; the page cache serves it
   context.path_bytes.assign(paths.size(), 0);
+  context.path_bytes_read.assign(paths.size(), 0);
   context.alignments.assign(paths.size(), 1);
   for (std::uint32_t path = 0; path < paths.size(); ++path) context.roots.push_back(reader->catalog_.folder(path, name));
   KSTEP_RETURN_IF_ERROR(env->new_engine(IoBackend::Auto, kQueueDepth, &context.reads));

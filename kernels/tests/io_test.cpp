@@ -4,10 +4,12 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <random>
 
 #include "storage/env.h"
+#include "storage/env_throttled.h"
 #include "storage/file_cache.h"
 #include "storage/row_store.h"
 #include "tests/faulty_env.h"
@@ -93,6 +95,54 @@ TEST(IoEngines, MoveTheSameBytes) {
       ASSERT_TRUE(engine->reap(1, 1, &done, &num_done).ok());
       EXPECT_EQ(at_end.result, std::int64_t{kPageBytes}) << engine->name();
     }
+  }
+}
+
+// A bounded folder takes its time for every byte; one beside it does not wait for it.
+TEST(ThrottledEnv, BoundsOneFolderAndNotTheOther) {
+  Folder slow, fast;
+  constexpr std::uint64_t kBytesPerS = 1 << 20;
+  constexpr std::size_t kPieces = 16;  // 64 KiB: 62.5 ms of the slow folder
+  ThrottledEnv env(&Env::posix(), {slow.path(), fast.path()}, {kBytesPerS, 0});
+  for (const IoBackend backend : backends()) {
+    std::unique_ptr<IoEngine> engine;
+    ASSERT_TRUE(env.new_engine(backend, 2 * kPieces, &engine).ok());
+    std::vector<std::unique_ptr<File>> files;
+    for (const Folder* folder : {&slow, &fast}) {
+      std::unique_ptr<File> file;
+      const std::string path = folder->path() + "/" + std::to_string(static_cast<int>(backend));
+      ASSERT_TRUE(env.open(path, OpenMode::Create, false, &file).ok());
+      files.push_back(std::move(file));
+    }
+    const AlignedBuffer memory(kPageBytes);
+    std::memset(memory.data(), 7, kPageBytes);
+    std::vector<IoRequest> requests(2 * kPieces);
+    const auto start = std::chrono::steady_clock::now();
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      requests[i].is_write = true;
+      requests[i].file = files[i / kPieces].get();
+      requests[i].offset = i % kPieces * kPageBytes;
+      requests[i].num_bytes = kPageBytes;
+      requests[i].buffer = memory.data();
+      requests[i].tag = i;
+      ASSERT_TRUE(engine->submit(&requests[i]).ok());
+    }
+    std::vector<IoRequest*> done(requests.size());
+    std::size_t num_done = 0, num_finished = 0;
+    std::size_t num_slow_among_first = 0;
+    while (num_finished < requests.size()) {
+      ASSERT_EQ(engine->num_in_flight(), requests.size() - num_finished);
+      ASSERT_TRUE(engine->reap(1, done.size(), done.data(), &num_done).ok());
+      ASSERT_GE(num_done, 1u);
+      for (std::size_t i = 0; i < num_done; ++i) {
+        EXPECT_EQ(done[i]->result, std::int64_t{kPageBytes});
+        if (num_finished + i < kPieces / 2) num_slow_among_first += done[i]->tag < kPieces ? 1 : 0;
+      }
+      num_finished += num_done;
+    }
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    EXPECT_GE(seconds, 0.999 * kPieces * kPageBytes / kBytesPerS) << engine->name();
+    EXPECT_LT(num_slow_among_first, kPieces / 2) << engine->name();
   }
 }
 

@@ -96,6 +96,80 @@ std::vector<std::pair<std::size_t, std::uint64_t>> random_keys(std::mt19937_64* 
   return list;
 }
 
+TEST(RowStorePaths, RowsLieByWeight) {
+  for (const std::vector<double>& weights : {std::vector<double>{1, 1}, {3, 1}, {1, 0}, {0, 2}, {}}) {
+    FaultyEnv env;
+    StoreOptions options = make_options(&env, {"/a", "/b"});
+    options.path_weights = weights;
+    std::unique_ptr<RowStore> store;
+    ASSERT_TRUE(RowStore::open(options, &store).ok());
+    Model model;
+    std::mt19937_64 rng(5);
+    for (std::uint64_t version = 0; version < 30; ++version) {
+      ASSERT_TRUE(write_rows(store.get(), &model, random_keys(&rng, *store, 600), version).ok());
+    }
+    ASSERT_TRUE(store->flush().ok());  // counters tell what has arrived
+    ASSERT_TRUE(check_all(store.get(), model).ok());
+    double bytes[2] = {0, 0};
+    for (const SegmentInfo& segment : store->segment_map()) bytes[segment.path] += static_cast<double>(segment.file_bytes);
+    const double expected = weights.empty() ? 0.5 : weights[0] / (weights[0] + weights[1]);
+    EXPECT_NEAR(bytes[0] / (bytes[0] + bytes[1]), expected, expected == 0 || expected == 1 ? 0 : 0.15);
+    auto counters = store->counters();
+    EXPECT_EQ(counters.at("path_read_bytes_0") > 0, expected > 0);
+    EXPECT_EQ(counters.at("path_written_bytes_1") > 0, expected < 1);
+    EXPECT_EQ(counters.at("path_written_bytes_0") + counters.at("path_written_bytes_1"), counters.at("device_written_bytes"));
+  }
+}
+
+TEST(RowStorePaths, OtherWeightsNeedNoOtherStore) {
+  FaultyEnv env;
+  StoreOptions options = make_options(&env, {"/a", "/b"});
+  options.path_weights = {1, 0};
+  Model model;
+  std::mt19937_64 rng(6);
+  {
+    std::unique_ptr<RowStore> store;
+    ASSERT_TRUE(RowStore::open(options, &store).ok());
+    ASSERT_TRUE(write_rows(store.get(), &model, random_keys(&rng, *store, 300), 1).ok());
+    ASSERT_TRUE(store->snapshot("one", "").ok());
+  }
+  options.path_weights = {0, 1};
+  options.restore_snapshot = "one";
+  std::unique_ptr<RowStore> store;
+  ASSERT_TRUE(RowStore::open(options, &store).ok());
+  ASSERT_TRUE(check_all(store.get(), model).ok());
+  ASSERT_TRUE(write_rows(store.get(), &model, random_keys(&rng, *store, 300), 2).ok());
+  ASSERT_TRUE(check_all(store.get(), model).ok());
+}
+
+TEST(RowStorePaths, RefusesWeightsAndBoundsThatSayNothing) {
+  FaultyEnv env;
+  for (const std::vector<double>& weights : {std::vector<double>{1}, {0, 0}, {1, -1}, {1, 1, 1}}) {
+    StoreOptions options = make_options(&env, {"/a", "/b"});
+    options.path_weights = weights;
+    std::unique_ptr<RowStore> store;
+    EXPECT_EQ(RowStore::open(options, &store).kind, StatusKind::InvalidArgument);
+  }
+  StoreOptions options = make_options(&env, {"/a", "/b"});
+  options.path_bytes_per_s = {1};
+  std::unique_ptr<RowStore> store;
+  EXPECT_EQ(RowStore::open(options, &store).kind, StatusKind::InvalidArgument);
+}
+
+TEST(RowStorePaths, ABoundedDriveHoldsTheSameRows) {
+  FaultyEnv env;
+  StoreOptions options = make_options(&env, {"/a", "/b"});
+  options.path_bytes_per_s = {0, 20 << 20};
+  std::unique_ptr<RowStore> store;
+  ASSERT_TRUE(RowStore::open(options, &store).ok());
+  Model model;
+  std::mt19937_64 rng(7);
+  for (std::uint64_t version = 0; version < 5; ++version) {
+    ASSERT_TRUE(write_rows(store.get(), &model, random_keys(&rng, *store, 200), version).ok());
+    ASSERT_TRUE(check_all(store.get(), model).ok());
+  }
+}
+
 class RowStoreSchedules : public ::testing::TestWithParam<int> {};
 
 // Random batches, snapshots, deletions, crashes and restores, compared with a map after each.
