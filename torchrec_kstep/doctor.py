@@ -112,6 +112,24 @@ def check_agreement(store: Store, world: World, topic: str, facts: Mapping[str, 
         )
 
 
+def gather(store: Store, world: World, topic: str, value: Any, deadline_s: float) -> list[Any]:
+    """Returns what every rank says on a topic, by rank. Must be called on all ranks, once for each topic.
+
+    Args:
+        store: the job's store.
+        world: who this rank is.
+        topic: what the values are about.
+        value: must survive JSON.
+        deadline_s: seconds to wait for the others.
+
+    Raises:
+        LaunchError: a rank did not come.
+    """
+    store.set(_key(topic, world.rank), json.dumps(value))
+    _wait_for(store, world, topic, deadline_s)
+    return [json.loads(store.get(_key(topic, rank))) for rank in range(world.world_size)]
+
+
 @cache
 def code_digest() -> str:
     """Returns a digest of this package's Python files: equal on two hosts if they run the same code."""

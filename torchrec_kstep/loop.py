@@ -18,8 +18,10 @@ from torchrec_kstep.data.order import BatchOrder
 from torchrec_kstep.metrics.ctr import CTRMetrics, CTRReport
 from torchrec_kstep.metrics.loss import MeanLoss, divergence
 from torchrec_kstep.metrics.sink import Sinks
+from torchrec_kstep.metrics.step_record import StepRecord
 from torchrec_kstep.metrics.throughput import STEP_PHASES, PhaseTimer
 from torchrec_kstep.optim.schedule import LrSchedule
+from torchrec_kstep.planner.forecast import Forecast
 from torchrec_kstep.planner.kept_plan import KeptPlan
 from torchrec_kstep.torchrec_seam.pipeline import Pipeline
 from torchrec_kstep.types import Split
@@ -56,13 +58,17 @@ class Loop:
     plan_text: str = ""
     kept_plan: KeptPlan | None = None
     plan_note: str = ""
+    forecast: Forecast | None = None
 
     def __post_init__(self) -> None:
         """Starts the loss at zero rows."""
         self._loss = MeanLoss(self.device)
+        self.steps = StepRecord(self.config.train.accumulation)
+        self._logged_step = 0
 
     def train(self, state: TrainState) -> None:
         """Brings `state` from where it stands to the end of the run: the last epoch, `max_steps`, or an early stop."""
+        self._logged_step = state.step
         while not self.is_over(state):
             if not self._train_epoch(state):  # stopped by max_steps: not a point where an unbroken run would evaluate
                 self._save(state)
@@ -148,8 +154,11 @@ class Loop:
         step_s = sum(seconds[phase] for phase in STEP_PHASES)
         values = {"loss": loss, "rows_per_s": num_rows / step_s if step_s else 0.0, "lr": train_lr, "epoch": float(state.epoch + 1)}
         self.sinks.scalars("train", state.step, values | {f"{phase}_s": spent for phase, spent in seconds.items()})
-        if counters := self.table_scalars():
+        counters = self.table_scalars()
+        if counters:
             self.sinks.scalars("tiers", state.step, counters)
+        self.steps.add(state.step - self._logged_step, seconds, counters)
+        self._logged_step = state.step
         self._log_rounds(state.step)
 
     def _merge_replicas(self, step: int) -> None:
@@ -163,6 +172,7 @@ class Loop:
         """Reports the merge rounds since the last report, as this rank saw them."""
         if self.replicas is not None and (values := self.replicas.take_scalars()):
             self.sinks.scalars("replicas", step, values)
+            self.steps.add_rounds(values, self.config.kstep.k)
 
     def _validate(self, state: TrainState) -> None:
         """Evaluates on validation and notes whether this is the best AUC so far."""

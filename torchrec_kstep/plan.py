@@ -7,9 +7,11 @@ python -m torchrec_kstep.plan --k 1,20 --hosts 4 --ranks-per-host 2 --svg plan.s
 
 import argparse
 import itertools
+import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,18 +23,19 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_kstep.config.load import load
 from torchrec_kstep.config.schema import OptimConfig, PlannerConfig, RunConfig
-from torchrec_kstep.cost import AccessCurve
 from torchrec_kstep.data import ensure_prepared, open_dataset
-from torchrec_kstep.data.dataset import Dataset
 from torchrec_kstep.data.order import BatchOrder
 from torchrec_kstep.errors import ConfigError, KStepError
 from torchrec_kstep.models import CTRTask, build_model
 from torchrec_kstep.planner.explain import placement_table, pool_lines, reasons, step_lines
 from torchrec_kstep.planner.picture import svg
 from torchrec_kstep.planner.placement import Placement
-from torchrec_kstep.planner.plan import topology_constraints
+from torchrec_kstep.planner.plan import calibration_of, topology_constraints
+from torchrec_kstep.planner.run_shape import merge_weight_bytes
 from torchrec_kstep.planner.tables import find_tables
 from torchrec_kstep.planner.topology_planner import DEFAULT_ZIPF_EXPONENT, Job, TopologyShardingPlanner
+from torchrec_kstep.planner.traces import Usage, traced_usage
+from torchrec_kstep.routes import choose_routes, drive_here
 from torchrec_kstep.sharding import build_sharders
 from torchrec_kstep.sharding.sharder import tier_config
 from torchrec_kstep.topology import ClusterTopology, find_topology, load_topology, this_machine
@@ -40,7 +43,6 @@ from torchrec_kstep.units import format_seconds, parse_bytes
 from torchrec_kstep.world import World
 
 EXIT_FAILURE, EXIT_USAGE = 1, 2
-_NUM_TRACED_BATCHES = 20
 _MAX_TABLES = 100_000
 
 
@@ -51,9 +53,10 @@ class _Subject:
     module: nn.Module
     sharders: list[ModuleSharder[nn.Module]]
     constraints: dict[str, ParameterConstraints]
-    curves: dict[str, AccessCurve]
+    usage: Usage
     job: Job
     ssd_paths: tuple[str, ...]
+    planner: PlannerConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_cases(placements, subject.job.batch_size)
         topology, placement = placements[0]
         _print_placement(placement, topology)
+        _print_routes(placement, topology, subject.ssd_paths)
         if args.json is not None:
             args.json.write_text(placement.to_json(), encoding="utf-8")
             print(f"plan: {args.json}")
@@ -81,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(subject: _Subject, topology: ClusterTopology, job: Job) -> Placement:
-    planner = TopologyShardingPlanner(topology, job, subject.constraints, subject.curves)
+    calibration = calibration_of(subject.planner, topology)
+    planner = TopologyShardingPlanner(topology, job, subject.constraints, subject.usage, calibration)
     planner.plan(subject.module, subject.sharders)
     assert planner.placement is not None
     return planner.placement
@@ -135,6 +140,16 @@ def _print_placement(placement: Placement, topology: ClusterTopology) -> None:
         print(f"- assumed, not measured: {text} (python -m torchrec_kstep.probe measures)")
 
 
+def _print_routes(placement: Placement, topology: ClusterTopology, ssd_paths: Sequence[str]) -> None:
+    """Cores, drives and interfaces that `train` would give the ranks on these machines."""
+    per_host = placement.world_size * placement.num_replicas // len(topology.hosts)
+    per_replica = placement.world_size if placement.num_replicas > 1 else 0
+    routes = choose_routes(topology, per_host, ranks_per_replica=per_replica, ssd_paths=ssd_paths, drive_of=drive_here)
+    print("\nroutes of ranks (routes=auto):")
+    for line in routes.lines():
+        print(f"  {line}")
+
+
 def _subject_of_run(args: argparse.Namespace) -> _Subject:
     """The task, data and settings of a run of `train`."""
     config = load(RunConfig, "train", args.overrides)
@@ -149,27 +164,17 @@ def _subject_of_run(args: argparse.Namespace) -> _Subject:
         dram_bytes_per_host=None if tiers is None else tiers.num_dram_bytes,
         ssd_bytes_per_host=0 if tiers is None else tiers.num_ssd_bytes,
         prefetch=tiers is None or tiers.prefetch_depth > 0,
+        merge_weight_bytes=merge_weight_bytes(config.kstep),
         zipf_exponent=args.zipf,
     )
     sharders = build_sharders(config.planner, config.optim, config.tiers, config.train.accumulation, World())
     tables = find_tables(task)
     constraints = topology_constraints(tables, config.planner)
-    return _Subject(task, sharders, constraints, _traced_curves(dataset, job.batch_size, tables), job, tuple(config.tiers.ssd_paths))
-
-
-def _traced_curves(dataset: Dataset, batch_size: int, tables: Mapping[str, Sequence[EmbeddingBagConfig]]) -> dict[str, AccessCurve]:
-    """How often which rows are asked for, counted in the first batches of the training split."""
-    counted: dict[str, list[torch.Tensor]] = {}
-    stream = dataset.batches("train", BatchOrder(batch_size=batch_size))
-    for batch in itertools.islice(iter(stream), _NUM_TRACED_BATCHES):
-        for feature, jagged in batch.sparse.to_dict().items():
-            counted.setdefault(feature, []).append(jagged.values())
-    curves = {}
-    for config in (config for configs in tables.values() for config in configs):
-        ids = [part for feature in config.feature_names for part in counted.get(feature, [])]
-        if ids and sum(part.numel() for part in ids):
-            curves[config.name] = AccessCurve.from_ids(torch.cat(ids).numpy(), config.num_embeddings)
-    return curves
+    stream = dataset.batches("train", BatchOrder(batch_size=job.batch_size, seed=config.train.seed, shuffle=config.data.shuffle))
+    with closing(iter(stream)) as batches:
+        usage = traced_usage(itertools.islice(batches, math.ceil(config.planner.trace_rows / job.batch_size)), tables)
+    planner = replace(config.planner, topology=args.topology, calibration=args.calibration or config.planner.calibration)
+    return _Subject(task, sharders, constraints, usage, job, tuple(config.tiers.ssd_paths), planner)
 
 
 def _subject_of_tables(args: argparse.Namespace) -> _Subject:
@@ -186,7 +191,8 @@ def _subject_of_tables(args: argparse.Namespace) -> _Subject:
     optimizer = args.optimizer or ("adam" if args.kernel != "fused" else "rowwise_adagrad")
     sharders = build_sharders(PlannerConfig(kernel=args.kernel), OptimConfig(embedding=optimizer))
     job = Job(args.batch or 4096, kernel=args.kernel, dram_bytes_per_host=args.dram, zipf_exponent=args.zipf)
-    return _Subject(module, sharders, constraints, {}, job, tuple(args.ssd_path or ()))
+    planner = PlannerConfig(topology=args.topology, calibration=args.calibration)
+    return _Subject(module, sharders, constraints, Usage(), job, tuple(args.ssd_path or ()), planner)
 
 
 def parse_table(text: str, first: int) -> list[tuple[EmbeddingBagConfig, float]]:
@@ -237,6 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run, as for train")
     parser.add_argument("--topology", default="", metavar="NAME|FILE", help="the machines; default: this one")
+    parser.add_argument("--calibration", default="", metavar="FILE", help="fitted coefficients; default: those beside the topology's file")
     parser.add_argument("--hosts", type=_numbers, metavar="N[,N...]", help="as many hosts like the topology's; several: compare")
     parser.add_argument("--ranks-per-host", type=int, metavar="N", help="default: one per device, or one")
     parser.add_argument("--k", type=_numbers, metavar="K[,K...]", help="each host a replica, merged every K steps; 0: all share one model")

@@ -3,13 +3,14 @@
 Only values and their checks live here; no tensor library, no file is opened.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from torchrec_kstep.errors import ConfigError
-from torchrec_kstep.units import MIB, format_bytes, parse_bytes
+from torchrec_kstep.units import MIB, format_bytes, parse_bandwidth, parse_bytes
 
 IoBackend = Literal["auto", "uring", "threads"]
 MAX_PATHS = 16
@@ -37,6 +38,9 @@ class TierConfig:
         io_backend: "uring" and "threads" insist on one way to read and write, "auto" probes for the faster one.
         space_factor: bytes on SSD, without those held by snapshots, over the bytes of current rows; the cleaner's bound.
         queue_depth: reads in flight.
+        path_weights: part of the rows on each path, over their sum; None: equal parts. May differ from one opening to the next.
+        path_limits: most bytes per second that one row store asks of each path, reads and writes together, "50MB/s" or a number;
+            "" or 0: no bound. For drives that others use too, and to let a fast drive stand for a slow one. None: no bounds.
     """
 
     dram_bytes: str | int
@@ -48,6 +52,8 @@ class TierConfig:
     io_backend: IoBackend = "auto"
     space_factor: float = 1.5
     queue_depth: int = 128
+    path_weights: Sequence[float] | None = None
+    path_limits: Sequence[str | float] | None = None
 
     def __post_init__(self) -> None:
         """Turns sizes into bytes and paths into texts, and collects every fault of the values."""
@@ -58,6 +64,13 @@ class TierConfig:
                 object.__setattr__(self, name, parse_bytes(value) if isinstance(value, str) else value)
             except ConfigError as error:
                 faults.append(f"{name}: {error}")
+        try:
+            limits = [parse_bandwidth(limit) if limit and isinstance(limit, str) else limit or 0.0 for limit in self.path_limits or ()]
+            object.__setattr__(self, "path_limits", tuple(limits) or None)
+        except ConfigError as error:
+            faults.append(f"path_limits: {error}")
+        if self.path_weights is not None:
+            object.__setattr__(self, "path_weights", tuple(map(float, self.path_weights)))
         paths = (self.ssd_paths,) if isinstance(self.ssd_paths, str | Path) else self.ssd_paths
         object.__setattr__(self, "ssd_paths", tuple(str(path) for path in paths))
         faults += self._faults() if not faults else []
@@ -73,6 +86,7 @@ class TierConfig:
             faults.append(f"{len(self.ssd_paths)} ssd_paths, expected 1 to {MAX_PATHS}")
         if len({Path(path).resolve() for path in self.ssd_paths}) < len(self.ssd_paths):
             faults.append(f"an ssd_path is given twice: {', '.join(map(str, self.ssd_paths))}")
+        faults += self._path_faults()
         if not MIN_SEGMENT_BYTES <= segment_bytes <= MAX_SEGMENT_BYTES:
             expected = f"{format_bytes(MIN_SEGMENT_BYTES)} to {format_bytes(MAX_SEGMENT_BYTES)}"
             faults.append(f"segment_bytes is {format_bytes(segment_bytes)}, expected {expected}")
@@ -90,6 +104,16 @@ class TierConfig:
             faults.append(f"space_factor is {self.space_factor}, expected at least 1.1")
         if not 1 <= self.queue_depth <= 1024:
             faults.append(f"queue_depth is {self.queue_depth}, expected 1 to 1024")
+        return faults
+
+    def _path_faults(self) -> list[str]:
+        faults = []
+        for name, values in (("path_weights", self.path_weights), ("path_limits", self.path_limits)):
+            if values is not None and len(values) != len(self.ssd_paths):
+                faults.append(f"{len(values)} {name} for {len(self.ssd_paths)} ssd_paths, expected one each")
+        weights = self.path_weights
+        if weights is not None and not (all(0 <= weight < math.inf for weight in weights) and sum(weights) > 0):
+            faults.append(f"path_weights are {', '.join(map(str, weights))}, expected none below 0 and one above")
         return faults
 
     @property

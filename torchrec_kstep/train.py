@@ -1,16 +1,20 @@
 """`python -m torchrec_kstep.train`: the only module that joins all stages. Also runs under torchrun."""
 
 import json
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_kstep.checkpoint import CheckpointManager, TrainState
 from torchrec_kstep.checkpoint.manifest import Scalar
@@ -33,8 +37,12 @@ from torchrec_kstep.optim.build_kstep import build_kstep_adam
 from torchrec_kstep.optim.scaling import describe, scale_optim, warnings
 from torchrec_kstep.planner import find_tables, format_plan, make_plan
 from torchrec_kstep.planner.kept_plan import KeptPlan, keep_plan, plan_wishes, reuse_plan
+from torchrec_kstep.planner.forecast import Forecast, comparison_lines, write_comparison
+from torchrec_kstep.planner.run_shape import RunShape, merge_weight_bytes
+from torchrec_kstep.planner.traces import Usage, traced_usage
 from torchrec_kstep.replicas import KStepEnv, ReplicaLayout
 from torchrec_kstep.report import REPORT_NAME, write_facts, write_report
+from torchrec_kstep.routes import CarriedOut, JobRoutes, RankRoutes, carry_out, routes_of_run
 from torchrec_kstep.runtime import Job, bound_waits, choose_device, cleaned_up, open_run_dir, run
 from torchrec_kstep.sharding import build_sharders, shard_task
 from torchrec_kstep.sharding.tiered import clip_warnings, tier_scalars
@@ -63,18 +71,19 @@ def _train(job: Job, config: RunConfig) -> int:
     check_start(job.store, world, config, config.distributed.start_timeout_s)
     run_dir = _enter_run_dir(job, config)
     job.share("prepared", lambda: _prepare(config), timeout_s=config.distributed.prepare_timeout_s)
+    routes = set_routes(job, config)
     job.init_process_group()
     dataset = open_dataset(config.data)
     check_agreement(job.store, world, "data", {"data fingerprint": dataset.fingerprint}, config.distributed.timeout_s)
     if not dataset.num_rows("train"):
         raise DataError(f"the training split of data set {config.data.name!r} has no rows")
     given, config = config, scale_to_batch(config, world, dataset)
-    loop = build_loop(config, world, dataset, run_dir)
+    loop = build_loop(config, world, dataset, run_dir, None if routes is None else routes.rank)
     with cleaned_up(lambda: loop.sinks.close()):  # they are opened in `resume`
         state = resume(loop, run_dir)
         if world.is_main:  # not before: a start that is refused must leave the run's own record alone
             load.save(given, run_dir / "config.yaml")
-            for line in scaling_lines(given, config, world, dataset):
+            for line in (*scaling_lines(given, config, world, dataset), *route_warnings(routes)):
                 loop.sinks.line(line)
             write_facts(
                 run_dir,
@@ -83,9 +92,15 @@ def _train(job: Job, config: RunConfig) -> int:
                 data={"name": config.data.name, "fingerprint": dataset.fingerprint}
                 | {f"{split} rows": dataset.num_rows(split) for split in SPLITS},
                 plan=loop.plan_text,
+                routes="" if routes is None else "\n".join(routes.lines()),
                 resumed_from_step=state.step,
             )
         loop.train(state)
+        measured = loop.steps.measured()
+        if loop.forecast is not None and measured is not None:
+            write_comparison(run_dir, loop.forecast, measured)
+            for line in comparison_lines(loop.forecast, measured):
+                loop.sinks.line(line)
         for text in clip_warnings(loop.dmp):
             loop.sinks.line(f"warning: {text}")
         report = loop.test(state)
@@ -99,26 +114,56 @@ def _train(job: Job, config: RunConfig) -> int:
     return 0
 
 
-def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path) -> Loop:
+def set_routes(job: Job, config: RunConfig) -> CarriedOut | None:
+    """Chooses cores, drives and interfaces on rank 0 and carries them out on each, before groups and threads are made. Collective.
+
+    Raises:
+        ConfigError: what was asked for by name is not there.
+        TopologyError: the machines do not take these ranks.
+    """
+    if config.routes.name == "off":
+        return None
+    chosen = JobRoutes.from_json(job.share("routes", lambda: routes_of_run(config, job.world).to_json()))
+    return carry_out(job.store, job.world, chosen, config.distributed.start_timeout_s, config.distributed.backend)
+
+
+def route_warnings(routes: CarriedOut | None) -> list[str]:
+    """What of the routes could not be carried out, for the log."""
+    return [] if routes is None else [f"warning: {text}" for text in routes.warnings]
+
+
+def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path, routes: RankRoutes | None = None) -> Loop:
     """Builds model, plan, shards, optimizer and pipeline, all fresh. Needs the process group. Collective."""
     device = choose_device(config.train.device, world)
     torch.manual_seed(config.train.seed)  # the same on all ranks: they build the same model
     table_device = torch.device("meta") if config.planner.kernel == "tiered" else None  # rows are made where they will live
     model = build_model(config.model, dataset.schema, seed=config.train.seed, table_device=table_device)
     task = CTRTask(model, world.world_size)
-    env = replicas_of(config.kstep, world)
+    env = replicas_of(config.kstep, world, routes)
     tiers = tiers_in(run_dir, config.tiers, world)
     kstep = None if env is None else config.kstep
     num_replicas = 1 if env is None else env.num_replicas
-    sharders = build_sharders(config.planner, config.optim, tiers, config.train.accumulation, world, kstep, num_replicas)
+    shares = () if routes is None else routes.drive_shares
+    sharders = build_sharders(config.planner, config.optim, tiers, config.train.accumulation, world, kstep, num_replicas, shares)
     process_group = dist.GroupMember.WORLD
     assert process_group is not None
     sharing = world if env is None else env.replica_world
+    forecasts: list[Forecast] = []  # of rank 0, which plans
     tables = find_tables(task)
     wishes = plan_wishes(config.planner, config.tiers.name, sharing, tables)
     plan, plan_note = (None, "") if config.planner.renew else reuse_plan(run_dir, wishes, tables, sharders, sharing, process_group)
     if plan is None:
-        plan = make_plan(task, config.planner, sharing, sharders, config.train.batch_size, process_group, world.local_world_size)
+        plan = make_plan(
+            task,
+            config.planner,
+            sharing,
+            sharders,
+            config.train.batch_size,
+            process_group,
+            world.local_world_size,
+            run=run_shape(config, world, num_replicas, dataset, tables),
+            tell=forecasts.append,
+        )
     plan_text = format_plan(plan, tables)
     if env is None:
         dmp = shard_task(task, plan, sharders, world, device)
@@ -157,10 +202,33 @@ def build_loop(config: RunConfig, world: World, dataset: Dataset, run_dir: Path)
         plan_text=plan_text,
         kept_plan=KeptPlan(plan, wishes),
         plan_note=plan_note,
+        forecast=forecasts[0] if forecasts else None,
     )
 
 
-def replicas_of(kstep: KStepConfig, world: World) -> KStepEnv | None:
+def run_shape(
+    config: RunConfig, world: World, num_replicas: int, dataset: Dataset, tables: Mapping[str, Sequence[EmbeddingBagConfig]]
+) -> RunShape:
+    """What the plan of a run depends on besides its tables; its data is read where the plan is made."""
+
+    def usage() -> Usage:
+        num_batches = math.ceil(config.planner.trace_rows / config.train.batch_size)
+        stream = dataset.batches("train", replace(batch_order(config, World()), shuffle=config.data.shuffle, seed=config.train.seed))
+        with closing(iter(stream)) as batches:
+            return traced_usage(islice(batches, num_batches), tables)
+
+    return RunShape(
+        num_hosts=world.num_hosts,
+        num_replicas=num_replicas if config.kstep.k else 0,
+        k=config.kstep.k if num_replicas > 1 else 0,
+        merge_weight_bytes=merge_weight_bytes(config.kstep),
+        num_steps=num_total_steps(config, world, dataset),
+        prefetch=config.tiers.name != "dram_ssd" or config.tiers.prefetch_depth > 0,
+        usage=usage,
+    )
+
+
+def replicas_of(kstep: KStepConfig, world: World, routes: RankRoutes | None = None) -> KStepEnv | None:
     """Returns the replicas that `kstep` asks for; None where all ranks share one model. Collective.
 
     Raises:
@@ -168,7 +236,9 @@ def replicas_of(kstep: KStepConfig, world: World) -> KStepEnv | None:
     """
     if not kstep.k:
         return None
-    return KStepEnv(ReplicaLayout(world, kstep.ranks_per_replica or world.local_world_size), timeout_s=kstep.timeout_s)
+    layout = ReplicaLayout(world, kstep.ranks_per_replica or world.local_world_size)
+    interfaces = ("", "") if routes is None else (routes.replica_interface, routes.merge_interface)
+    return KStepEnv(layout, None, kstep.timeout_s, *interfaces)
 
 
 def tiers_in(run_dir: Path, tiers: TiersConfig, world: World) -> TiersConfig:

@@ -12,6 +12,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec_kstep.replicas.agreement import RoundAgreement, check_same
 from torchrec_kstep.replicas.layout import ReplicaLayout
 from torchrec_kstep.replicas.plans import localize, plan_digest
+from torchrec_kstep.routes import gloo_over
 from torchrec_kstep.torchrec_seam.replicas import (
     ReplicaDataParallelWrapper,
     ShardingEnv,
@@ -58,13 +59,22 @@ class KStepEnv:
         timeout_s: longest wait of any collective or question between replicas.
     """
 
-    def __init__(self, layout: ReplicaLayout, store: Store | None = None, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        layout: ReplicaLayout,
+        store: Store | None = None,
+        timeout_s: float = 300.0,
+        replica_interface: str = "",
+        merge_interface: str = "",
+    ) -> None:
         """Makes the process groups. Needs the default process group. Collective over all ranks.
 
         Args:
             layout: the same on all ranks but for the rank.
             store: common to all ranks; None = that of the default process group.
             timeout_s: longest wait of any collective or question between replicas.
+            replica_interface: over which gloo joins this rank with those of its replica; "": as gloo was told for all groups.
+            merge_interface: over which it joins this rank with those that hold the same shard.
 
         Raises:
             LaunchError: ranks disagree on the layout.
@@ -89,7 +99,7 @@ class KStepEnv:
             },
             START_TIMEOUT_S,
         )
-        self._groups = _make_groups(layout, timedelta(seconds=timeout_s))
+        self._groups = _make_groups(layout, timedelta(seconds=timeout_s), replica_interface, merge_interface)
 
     @classmethod
     def from_torchrun(cls, ranks_per_replica: int | None = None, *, backend: str = "gloo", timeout_s: float = 300.0) -> "KStepEnv":
@@ -190,16 +200,19 @@ class KStepEnv:
         return RoundAgreement(self._store, self.world, self.timeout_s, name)
 
 
-def _make_groups(layout: ReplicaLayout, timeout: timedelta) -> _Groups:
+def _make_groups(layout: ReplicaLayout, timeout: timedelta, replica_interface: str, merge_interface: str) -> _Groups:
     """Makes every group on every rank, in one order, as torch asks for."""
     world_group = dist.GroupMember.WORLD
     assert world_group is not None
     if layout.num_replicas == 1:
         return _Groups(world_group, None, None, None)
-    sharding, gather = (
-        [dist.new_group(layout.sharding_ranks(replica), timeout=timeout) for replica in range(layout.num_replicas)] for _ in range(2)
-    )
-    merge, rows = (
-        [dist.new_group(layout.merge_ranks(position), timeout=timeout) for position in range(layout.ranks_per_replica)] for _ in range(2)
-    )
+    with gloo_over(replica_interface):
+        sharding, gather = (
+            [dist.new_group(layout.sharding_ranks(replica), timeout=timeout) for replica in range(layout.num_replicas)] for _ in range(2)
+        )
+    with gloo_over(merge_interface):
+        merge, rows = (
+            [dist.new_group(layout.merge_ranks(position), timeout=timeout) for position in range(layout.ranks_per_replica)]
+            for _ in range(2)
+        )
     return _Groups(sharding[layout.replica], merge[layout.position], rows[layout.position], gather[layout.replica])

@@ -17,7 +17,14 @@ PACKAGES = ("torchrec_kstep", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu
 
 
 def write_facts(
-    folder: Path, *, world: World, config: Mapping[str, Any], data: Mapping[str, Any], plan: str, resumed_from_step: int = 0
+    folder: Path,
+    *,
+    world: World,
+    config: Mapping[str, Any],
+    data: Mapping[str, Any],
+    plan: str,
+    routes: str = "",
+    resumed_from_step: int = 0,
 ) -> None:
     """Writes `run.json` into a run directory, durably; what earlier attempts of the same run wrote is kept as a list of attempts.
 
@@ -27,6 +34,7 @@ def write_facts(
         config: the resolved configuration as nested mappings.
         data: name, fingerprint and rows per split.
         plan: the sharding plan as text.
+        routes: cores, drives and interfaces of the ranks as text; "" where they were left alone.
         resumed_from_step: step of the checkpoint that this attempt continued from; 0 = from the start.
     """
     path = folder / FACTS_NAME
@@ -37,6 +45,7 @@ def write_facts(
         "ranks": {"ranks": world.world_size, "hosts": world.num_hosts, "ranks per host": world.local_world_size},
         "data": dict(data),
         "plan": plan,
+        "routes": routes,
         "versions": versions(),
         "hardware": hardware(),
         "config": dict(config),

@@ -3,6 +3,7 @@
 import html
 from collections.abc import Iterable, Sequence
 
+from torchrec_kstep.planner.forecast import comparison_rows
 from torchrec_kstep.report.assets import SCRIPT, STYLE
 from torchrec_kstep.report.chart import Series, line_chart, number, stacked_bar
 from torchrec_kstep.report.replicas import has_rounds, round_charts
@@ -25,6 +26,7 @@ def render(runs: Sequence[Run]) -> str:
     sections = [_results(runs), _curves(runs), _phases(runs)]
     sections += [_tiers(runs)] if any(map(has_tiers, runs)) else []
     sections += [_replicas(runs)] if any(map(has_rounds, runs)) else []
+    sections += [_predictions(run, len(runs) > 1) for run in runs if run.comparison is not None]
     sections += [_differences(runs)] if len(runs) > 1 else []
     sections += [_details(run, is_open=len(runs) == 1) for run in runs]
     return (
@@ -112,6 +114,30 @@ def _phases(runs: Sequence[Run]) -> str:
     return f"<section><h2>Time per phase</h2>{bars}{table}</section>"
 
 
+def _predictions(run: Run, is_one_of_many: bool) -> str:
+    """What the planner expected of a step beside what it took, and where it expected the time to go."""
+    assert run.comparison is not None
+    made, measured = run.comparison
+    rows = [[_text(name), _text(predicted), _text(found)] for name, predicted, found in comparison_rows(made, measured)]
+    phases = [
+        [
+            _text(phase.name),
+            format_seconds(phase.seconds) + (" <small>beside the others</small>" if phase.is_hidden else ""),
+            _text(phase.bottleneck),
+        ]
+        for phase in made.step.phases
+        if phase.seconds > 0
+    ]
+    source = made.calibration or "not calibrated: coefficients of another machine"
+    under = f"Rank 0, medians of {measured.num_steps:,} steps, waiting for data not counted; {source}."
+    title = f"Prediction and reality{f': {run.name}' if is_one_of_many else ''}"
+    return (
+        f'<section><h2>{_text(title)}</h2><p class="under">{_text(under)}</p>'
+        f"{_table(['', 'predicted', 'measured'], rows)}"
+        f"{_folded('Predicted phases', _table(['phase', 'time', 'busiest'], phases), False)}</section>"
+    )
+
+
 def _differences(runs: Sequence[Run]) -> str:
     """Keys whose values are not the same in all runs."""
     configs = [run.config() for run in runs]
@@ -137,10 +163,12 @@ def _details(run: Run, is_open: bool) -> str:
         **{f"data, {name}": f"{value:,}" if isinstance(value, int) else str(value) for name, value in run.fact("data").items()},
     }
     plan = f"<pre>{_text(run.fact('plan'))}</pre>"
+    routes = run.facts.get("routes")  # runs of earlier releases have none
+    routes = _folded("Routes", f"<pre>{_text(routes)}</pre>", is_open) if routes and isinstance(routes, str) else ""
     surroundings = _pairs(about) + _pairs(run.fact("versions")) + _pairs(run.fact("hardware"))
     return (
         f"<section><h2>{'Details' if is_open else _text(run.name)}</h2>{note}"
-        f"{_folded('Plan', plan, is_open)}{_folded('Run, versions and hardware', surroundings, is_open)}"
+        f"{_folded('Plan', plan, is_open)}{routes}{_folded('Run, versions and hardware', surroundings, is_open)}"
         f"{_folded('Configuration', _pairs(run.config(), 'code'), False)}</section>"
     )
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrec_kstep.errors import DataError
+from torchrec_kstep.errors import DataError, PlanError, TopologyError
+from torchrec_kstep.planner.forecast import PREDICTION_NAME, Forecast, Measured, read_comparison
 from torchrec_kstep.report.facts import FACTS_NAME
 
 METRICS_NAME = "metrics.jsonl"
@@ -28,11 +29,13 @@ class Run:
         name: name of its folder.
         events: records of `metrics.jsonl`, in order.
         facts: content of `run.json`, by whatever release; empty for a run that was stopped before it was written.
+        comparison: what the planner predicted and what was measured; None for a run that was stopped before, or planned otherwise.
     """
 
     name: str
     events: list[dict[str, Any]]
     facts: dict[str, Any]
+    comparison: tuple[Forecast, Measured] | None = None
 
     def curve(self, event: str, value: str) -> Points:
         """Returns (step, value) of every record of an event that has the value; values that were not finite are left out."""
@@ -104,7 +107,16 @@ def read_run(folder: Path) -> Run:
     facts = _json_object(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else {}
     if facts is None:
         raise DataError(f"{path} is damaged: expected a JSON object; remove it, and the page is made without what it says")
-    return Run(folder.resolve().name, events, facts)
+    return Run(folder.resolve().name, events, facts, _comparison(folder))
+
+
+def _comparison(folder: Path) -> tuple[Forecast, Measured] | None:
+    if not (folder / PREDICTION_NAME).is_file():
+        return None
+    try:
+        return read_comparison(folder)
+    except (PlanError, TopologyError) as error:
+        raise DataError(f"{error}; remove {folder / PREDICTION_NAME}, and the page is made without what it says") from error
 
 
 def _json_object(text: str) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """The sharder of embedding tables, and the fused optimizers that it hands to FBGEMM's kernels."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +71,7 @@ def build_sharders(
     world: World | None = None,
     kstep: KStepConfig | None = None,
     num_replicas: int = 1,
+    path_weights: Sequence[float] = (),
 ) -> list[ModuleSharder[nn.Module]]:
     """Makes the sharders for the chosen kernel and, where that updates rows itself, the optimizer inside it. Not collective.
 
@@ -82,6 +84,7 @@ def build_sharders(
         world: this rank's position, which tells its part of the tiers; by default torchrun's.
         kstep: how replicas are merged; None without replicas.
         num_replicas: with several, rows count what touched them since the last round.
+        path_weights: part of this rank's rows on each of `tiers.ssd_paths`, over their sum; none: equal parts.
 
     Raises:
         ConfigError: lists every unsupported combination.
@@ -91,7 +94,10 @@ def build_sharders(
         is_deferred = accumulation > 1 or clips_tables(optim)
         return [
             TieredEmbeddingBagCollectionSharder(
-                row_optimizer(optim, kstep, num_replicas), tier_config(tiers or TiersConfig()), world=world, deferred=is_deferred
+                row_optimizer(optim, kstep, num_replicas),
+                tier_config(tiers or TiersConfig(), path_weights),
+                world=world,
+                deferred=is_deferred,
             )
         ]
     if planner.kernel == "dense":
@@ -140,8 +146,8 @@ def _mergeable(adam: AdamSpec, kstep: KStepConfig, num_replicas: int) -> AdamSpe
     )
 
 
-def tier_config(tiers: TiersConfig) -> TierConfig | None:
-    """Returns the sizes and places of SSD tiers; None for rows in DRAM.
+def tier_config(tiers: TiersConfig, path_weights: Sequence[float] = ()) -> TierConfig | None:
+    """Returns the sizes and places of SSD tiers; None for rows in DRAM. `path_weights` as in `build_sharders`.
 
     Raises:
         ConfigError: lists every fault of the values.
@@ -155,6 +161,8 @@ def tier_config(tiers: TiersConfig) -> TierConfig | None:
         segment_bytes=tiers.segment_bytes,
         prefetch_depth=tiers.prefetch_depth,
         lookahead=tiers.lookahead,
+        path_weights=tuple(path_weights) or None,
+        path_limits=tuple(tiers.ssd_limits) or None,
     )
 
 

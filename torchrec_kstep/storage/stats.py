@@ -25,6 +25,7 @@ STORE_COUNTERS = frozenset(
         "failed_prefetches_count",
     }
 )
+PER_PATH = ("path_read_bytes_", "path_written_bytes_")  # counters of the whole store too, followed by the index of the path
 # States, not sums over time: a difference of two of them means nothing.
 _GAUGES = frozenset(
     {
@@ -56,11 +57,9 @@ class StoreStats:
     @classmethod
     def of(cls, counters: Mapping[str, Mapping[str, float]]) -> "StoreStats":
         """Splits counters by table, as a row group returns them."""
-        tables = {
-            table: {name: value for name, value in values.items() if name not in STORE_COUNTERS} for table, values in counters.items()
-        }
+        tables = {table: {name: value for name, value in values.items() if not _is_of_store(name)} for table, values in counters.items()}
         first = next(iter(counters.values()), {})
-        return cls(tables, {name: value for name, value in first.items() if name in STORE_COUNTERS})
+        return cls(tables, {name: value for name, value in first.items() if _is_of_store(name)})
 
     def total(self, name: str) -> float:
         """Sum of a counter over the tables."""
@@ -111,6 +110,10 @@ class StoreStats:
                 f"mean queue depth {self.store['queue_depth_mean']:.1f}"
             )
         return "\n".join(lines)
+
+
+def _is_of_store(name: str) -> bool:
+    return name in STORE_COUNTERS or name.startswith(PER_PATH)
 
 
 def _difference(later: Mapping[str, float], earlier: Mapping[str, float]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -304,9 +305,18 @@ class TieredTables(RowGroup):
         return self._store
 
 
+def _normal(weights: Sequence[float] | None) -> list[float]:
+    """Weights over the largest of them."""
+    return [weight / max(weights) for weight in weights] if weights else []
+
+
 def native_options(config: TierConfig, ssd_bytes: int | None) -> dict[str, int]:
     """Options of the compiled store, by name."""
+    weights = {f"path_weight_{path}": round(weight * 10_000) for path, weight in enumerate(_normal(config.path_weights))}
+    limits = {f"path_bytes_per_s_{path}": math.ceil(float(limit)) for path, limit in enumerate(config.path_limits or ())}
     return {
+        **weights,
+        **limits,
         "quota_bytes": ssd_bytes or 0,
         "segment_bytes": config.num_segment_bytes,
         "space_percent": round(config.space_factor * 100),

@@ -3,7 +3,7 @@
 from torchrec_kstep.topology.drive import Drive, DrivePoint
 from torchrec_kstep.topology.files import find_topology, load_topology, packaged_topologies, topology_text
 from torchrec_kstep.topology.graph import ClusterTopology, Device, Exchange, Host, Link, Network, Nic, NumaNode
-from torchrec_kstep.topology.local import this_machine
+from torchrec_kstep.topology.local import machines, this_machine
 from torchrec_kstep.topology.routes import RankSite, Routes
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Routes",
     "find_topology",
     "load_topology",
+    "machines",
     "packaged_topologies",
     "this_machine",
     "topology_text",

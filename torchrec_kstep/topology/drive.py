@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _LARGE_READ_BYTES = 1 << 20
 _SMALL_READ_BYTES = 1 << 12
+_TYPICAL_DEPTH = 128  # reads that the row store keeps in flight
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Drive:
     reads: tuple[DrivePoint, ...]
     write_bytes_per_s: float
     path: str = ""
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows that can be read from a page and written to one per second, many in flight: what drives are compared by."""
+        return 1 / (1 / self.read_operations_per_s(_SMALL_READ_BYTES, _TYPICAL_DEPTH) + _SMALL_READ_BYTES / self.write_bytes_per_s)
 
     def read_operations_per_s(self, request_bytes: int, depth: int) -> float:
         """Random reads per second, interpolated between the points in log scale; outside of them, the nearest holds.

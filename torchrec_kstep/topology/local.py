@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchrec_kstep.topology.drive import Drive, DrivePoint
+from torchrec_kstep.topology.files import find_topology, load_topology
 from torchrec_kstep.topology.graph import ClusterTopology, Exchange, Host, Link, Nic, NumaNode
 
 ASSUMED_MEMORY_BYTES_PER_S = 19e9  # of one or two cores; more cores add less and less
@@ -17,6 +18,17 @@ ASSUMED_READS = (DrivePoint(4096, 1, 1.2e4), DrivePoint(4096, 128, 1.4e5), Drive
 ASSUMED_WRITE_BYTES_PER_S = 1e9
 _NUMA_LINK_BYTES_PER_S, _IO_LINK_BYTES_PER_S = 4e10, 1.2e10
 _MEGABIT_BYTES = 125_000
+
+
+def machines(name_or_file: str, num_hosts: int, ssd_paths: Sequence[str] = ()) -> ClusterTopology:
+    """Returns the hosts of a run: those of a topology file or example, or with "" this machine as often as there are hosts.
+
+    Raises:
+        TopologyError: there is no such file, or it is faulty.
+    """
+    if not name_or_file:
+        return this_machine(ssd_paths, num_hosts)
+    return load_topology(find_topology(name_or_file)).with_hosts(num_hosts)
 
 
 def this_machine(ssd_paths: Sequence[str] = (), num_hosts: int = 1, system: Path = Path("/sys")) -> ClusterTopology:
@@ -53,7 +65,7 @@ def _numa_nodes(system: Path) -> list[NumaNode]:
     """NUMA nodes with memory; one, from /proc, where sysfs shows none."""
     found: list[NumaNode] = []
     for folder in sorted(system.glob("devices/system/node/node[0-9]*"), key=lambda path: int(path.name[4:])):
-        memory_bytes, num_cores = _memory_of(folder / "meminfo"), len(_numbers_in(folder / "cpulist"))
+        memory_bytes, num_cores = _memory_of(folder / "meminfo"), len(numbers_in(folder / "cpulist"))
         if memory_bytes and num_cores:
             found.append(_numa_node(f"numa{folder.name[4:]}", memory_bytes, num_cores))
     if found:
@@ -75,11 +87,11 @@ def _memory_of(file: Path) -> int:
 
 def cores_of(numa_node: str, system: Path = Path("/sys")) -> list[int]:
     """Returns the cores of a NUMA node such as `numa0`; none where sysfs does not tell."""
-    return _numbers_in(system / "devices" / "system" / "node" / f"node{numa_node.removeprefix('numa')}" / "cpulist")
+    return numbers_in(system / "devices" / "system" / "node" / f"node{numa_node.removeprefix('numa')}" / "cpulist")
 
 
-def _numbers_in(file: Path) -> list[int]:
-    """Reads a list such as `0-3,8-11`."""
+def numbers_in(file: Path) -> list[int]:
+    """Reads a list such as `0-3,8-11` from a file of sysfs; empty where there is none."""
     numbers: list[int] = []
     for part in filter(None, _read(file).strip().split(",")):
         low, _, high = part.partition("-")

@@ -9,6 +9,7 @@ from torchrec_kstep.errors import TopologyError
 from torchrec_kstep.topology.graph import ClusterTopology, Host
 
 _TYPICAL_TRANSFER_BYTES = 1 << 20  # routes are the fastest ones for a transfer of this size
+_NEARNESS_MAY_COST = 0.05  # how much longer drives may take for ranks to keep to those beside them
 NETWORK = "network"
 
 
@@ -113,13 +114,47 @@ class Routes:
             path.append(edge)
         return path[::-1]
 
+    def drive_shares(self, rank: int) -> dict[str, float]:
+        """Returns the part of a rank's rows that each drive of its host should hold; their sum is 1, or there is no drive.
+
+        Shares follow the drives' speed for a row that is read and written once, so that all of them are done together. Where the
+        ranks of every NUMA node keep to the drives beside it at nearly no loss, they do.
+        """
+        site = self.sites[rank]
+        host = self.topology.hosts[site.host]
+        speeds = {drive.name: drive.rows_per_s for drive in host.drives}
+        near = self._near_drives(host, site.host)
+        chosen = near[site.numa] if near else speeds
+        total = sum(speeds[name] for name in chosen)
+        return {name: speeds[name] / total if name in chosen else 0.0 for name in speeds}
+
+    def _near_drives(self, host: Host, index: int) -> dict[str, list[str]]:
+        """The drives beside each NUMA node with ranks; empty where keeping to them would take longer than using all alike."""
+        nodes = [site.numa for site in self.sites if site.host == index]
+        near, busy_s = {}, dict.fromkeys((drive.name for drive in host.drives), 0.0)
+        for node in dict.fromkeys(nodes):
+            distances = {drive.name: sum(map(_typical_s, self._within_host(node, f"{host.name}/{drive.name}"))) for drive in host.drives}
+            least = min(distances.values(), default=0.0) * (1 + 1e-6)
+            near[node] = [name for name, distance in distances.items() if distance <= least]
+            speed = sum(drive.rows_per_s for drive in host.drives if drive.name in near[node])
+            for name in near[node]:
+                busy_s[name] += nodes.count(node) / len(nodes) / speed
+        all_alike_s = 1 / sum(drive.rows_per_s for drive in host.drives) if host.drives else 0.0
+        return near if max(busy_s.values(), default=0.0) <= all_alike_s * (1 + _NEARNESS_MAY_COST) else {}
+
     def _give_nics(self, host: Host, nodes: list[str]) -> None:
-        """Gives each rank of a host the nearest card; of cards equally near, the one with the fewest ranks."""
+        """Gives each rank of a host the card over which it is done first, with all ranks before it; of equal ones the nearest."""
         num_ranks = {f"{host.name}/{nic.name}": 0 for nic in host.nics}
+        bandwidths = {f"{host.name}/{nic.name}": nic.bandwidth_bytes_per_s for nic in host.nics}
         for node in nodes:
-            distances = {nic: sum(map(_typical_s, self._within_host(node, nic))) for nic in num_ranks}
-            near = min(distances.values()) * (1 + 1e-6)
-            chosen = min((nic for nic in num_ranks if distances[nic] <= near), key=lambda nic: num_ranks[nic])
+
+            def cost(nic: str, node: str = node) -> tuple[float, float, int]:
+                way = self._within_host(node, nic)
+                slowest_link = max((1 / edge.bandwidth_bytes_per_s for edge in way), default=0.0)
+                seconds = max((num_ranks[nic] + 1) / bandwidths[nic], slowest_link)
+                return float(f"{seconds:.9g}"), float(f"{sum(map(_typical_s, way)):.9g}"), num_ranks[nic]
+
+            chosen = min(num_ranks, key=cost)
             num_ranks[chosen] += 1
             self.nic_of[node] = chosen
 
