@@ -36,8 +36,8 @@ from torchrec_kstep.optim.accumulate import AccumulatingOptimizer
 from torchrec_kstep.optim.build_kstep import build_kstep_adam
 from torchrec_kstep.optim.scaling import describe, scale_optim, warnings
 from torchrec_kstep.planner import find_tables, format_plan, make_plan
-from torchrec_kstep.planner.kept_plan import KeptPlan, keep_plan, plan_wishes, reuse_plan
 from torchrec_kstep.planner.forecast import Forecast, comparison_lines, write_comparison
+from torchrec_kstep.planner.kept_plan import KeptPlan, keep_plan, plan_wishes, reuse_plan
 from torchrec_kstep.planner.run_shape import RunShape, merge_weight_bytes
 from torchrec_kstep.planner.traces import Usage, traced_usage
 from torchrec_kstep.replicas import KStepEnv, ReplicaLayout
