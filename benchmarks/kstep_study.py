@@ -1,14 +1,19 @@
 """Does training with merged replicas lose accuracy? Test AUC and LogLoss of k-step training against synchronous training.
 
-    python -m benchmarks.kstep_study --data movielens_1m --seeds 9 --k 20 --work runs/kstep_study
+    python -m benchmarks.kstep_study --work runs/kstep_study                       the whole study
+    python -m benchmarks.kstep_study --stages k by_user --seeds 1                  parts of it
 
-Replicas live in one process and take turns: model, tables, optimizers and the merge of rows are the product's own (rows are merged
-by `torchrec_kstep.merge`, in-process transport; tests show the same bits as between processes), only the mean of the few dense
-parameters is taken here. Every method sees the same global batches in the same order and starts from the same weights; differences
-are paired by seed. Learning rates are tuned on validation with seed 1, for each method by itself (`--tune`).
+Replicas live in one process and take turns (`kstep_replicas`). Every method sees the same global batches in the same order and
+starts from the same weights; differences are paired by seed. Learning rates were chosen on validation with seed 1, for each method
+at k = 20; `--tune` chooses them anew, for every k, among steps of the root of two around these (where the best one is at an end,
+the next step is tried too).
 
-Methods: `sync_global`, `sync_row`: one replica with the whole global batch, Adam with global or row-wise bias correction.
-`default`, `paper`: the recipes of `KStepAdam`. Every run is one line of `<work>/<data>.jsonl`, so a study can be interrupted.
+Synchronous training is one replica with the whole global batch, Adam with global (`sync_global`) or row-wise (`sync_row`) bias
+correction; each method is compared with that of its own bias correction and with the better of the two. k = 1 is synchronous
+training, so its rows are those of the synchronous runs.
+
+Every run is one line of `<work>/<data>.jsonl`, so the study can be interrupted, and `study.md` and `study.svg` there are written
+anew after each stage.
 """
 
 import argparse
@@ -18,52 +23,92 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import KeyedOptimizer
 
 from benchmarks._harness import ROOT
+from benchmarks.kstep_replicas import Replica, Replicas
+from benchmarks.kstep_rows import Rows, Step, add_cross, owners, read_rows, shuffled, shuffled_by_owner
 from torchrec_kstep.config.load import load
 from torchrec_kstep.config.schema import KStepConfig, RunConfig
 from torchrec_kstep.data import ensure_prepared, open_dataset
-from torchrec_kstep.data.dataset import Dataset
-from torchrec_kstep.data.order import BatchOrder
-from torchrec_kstep.merge.in_process import InProcessMerger
 from torchrec_kstep.merge_spec import RECIPES
 from torchrec_kstep.metrics.ctr import CTRMetrics, CTRReport
-from torchrec_kstep.models import CTRTask, build_model
-from torchrec_kstep.optim import build_optimizer
-from torchrec_kstep.optim.build_kstep import merge_spec
-from torchrec_kstep.planner import make_plan
-from torchrec_kstep.sharding import build_sharders, shard_task
-from torchrec_kstep.sharding.tiered.state import kernels_of_model
+from torchrec_kstep.report.chart import Series, chart_file
 from torchrec_kstep.types import Split
-from torchrec_kstep.world import World
 
-SYNC = ("sync_global", "sync_row")
-METHODS = (*SYNC, *RECIPES)
-RIVAL = {"default": "sync_row", "paper": "sync_global"}  # synchronous training with the same bias correction
-MOMENTS = ("exp_avg", "exp_avg_sq")
+SYNC = {"global": "sync_global", "row": "sync_row"}
+NUM_TUNING_STEPS = 4  # at most so many rates are tried beyond the first three
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31}  # Student's t, 95 %, by number of seeds
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to merge.
+
+    Attributes:
+        recipe: its base.
+        settings: keys of `KStepConfig` that differ from the recipe.
+    """
+
+    recipe: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, k: int) -> KStepConfig:
+        """Returns the configuration."""
+        return KStepConfig(k=k, recipe=self.recipe, **self.settings)
+
+    @property
+    def bias(self) -> str:
+        """Bias correction of the tables' Adam."""
+        return str(self.settings.get("bias_correction", RECIPES[self.recipe].bias_correction))
+
+    def lr_factor(self, num_replicas: int) -> float:
+        """Factor on the rate of synchronous training."""
+        return float(self.settings.get("lr_factor", 0) or RECIPES[self.recipe].lr_factor(num_replicas))
+
+
+METHODS = {
+    "sync_global": Method("paper"),
+    "sync_row": Method("default"),
+    "default": Method("default"),
+    "paper": Method("paper"),
+    "default, bf16": Method("default", {"wire": "bf16"}),
+    "default, int8": Method("default", {"wire": "int8"}),
+    "default, moments of rows local": Method("default", {"row_states": "weights"}),
+    "default, m every 3, v every 6 rounds": Method("default", {"m_period_rounds": 3, "v_period_rounds": 6}),
+    "default, moments=delta": Method("default", {"moments": "delta"}),
+    "default, global bias": Method("default", {"bias_correction": "global"}),
+    "default, frozen": Method("default", {"variant": "frozen"}),
+    "default, row_merge=touched": Method("default", {"row_merge": "touched"}),
+    "paper, row-wise bias": Method("paper", {"bias_correction": "row"}),
+    "paper, moments of rows local": Method("paper", {"row_states": "weights"}),
+    "paper, frozen": Method("paper", {"variant": "frozen"}),
+    "paper, frozen, amsgrad": Method("paper", {"variant": "frozen", "is_amsgrad": True}),
+    "paper, bf16": Method("paper", {"wire": "bf16"}),
+}
+VARIANTS = tuple(name for name in METHODS if name.startswith(("default,", "paper,")) and "bf16" not in name and "int8" not in name)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A data set with its settings.
+    """A data set with its model and settings.
 
     Attributes:
         overrides: of `train`.
         source: raw files below the data folder.
         batch_size: rows per replica and step.
-        num_passes: passes over the training split; where synchronous training is best on validation.
-        lr: start values for tuning, of each method's synchronous rival.
+        num_passes: passes over the training split.
+        lr: best rates found, by method; others have that of synchronous training with their bias correction.
+        crosses: columns added, by name: the columns they combine.
+        owner: column whose values belong to one replica each; "" = rows are shared out at random.
+        table_lr: factor on the rate for tables.
     """
 
     overrides: tuple[str, ...]
@@ -71,18 +116,94 @@ class Task:
     batch_size: int
     num_passes: int
     lr: dict[str, float]
+    crosses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    owner: str = ""
+    table_lr: float = 1.0
 
 
-MODEL = ("planner=tiered", "model=deepfm", "model.embedding_dim=16", "model.mlp=[64,32]", "train.eval_batch_size=16384")
+COMMON = ("planner=tiered", "model.embedding_dim=16", "model.mlp=[64,32]", "train.eval_batch_size=16384")
+ML1M = Task((*COMMON, "model=deepfm", "data=movielens_1m"), "ml1m", 512, 3, {"sync_global": 5.7e-3, "sync_row": 8e-3})
 TASKS = {
-    "movielens_1m": Task((*MODEL, "data=movielens_1m"), "ml1m", 512, 3, {"sync_global": 5.7e-3, "sync_row": 8e-3}),
-    "frappe": Task((*MODEL, "data=frappe"), "frappe/frappe_recon.parquet", 256, 3, {"sync_global": 22.6e-3, "sync_row": 32e-3}),
+    "ml1m": ML1M,
+    "frappe": Task(
+        (*COMMON, "model=deepfm", "data=frappe"),
+        "frappe/frappe_recon.parquet",
+        256,
+        3,
+        {"sync_global": 22.6e-3, "sync_row": 32e-3, "paper": 32e-3},
+    ),
+    "ml1m_by_user": replace(ML1M, owner="user"),
+    "ml1m_dlrm": replace(ML1M, overrides=(*COMMON, "model=dlrm", "data=movielens_1m")),
+    "ml1m_crosses": replace(
+        ML1M,
+        num_passes=1,  # more passes over its many rare rows lose on validation
+        crosses={
+            "user_genre": ("user", "genres"),
+            "user_decade": ("user", "year/10"),
+            "item_gender_age": ("item", "gender", "age"),
+            "item_occupation": ("item", "occupation"),
+        },
+        lr={"sync_global": 4e-3, "sync_row": 8e-3},
+    ),
+    "frappe_cowclip": Task(  # 4,096 rows per step by CowClip's rule, see docs/large_batch.md
+        (
+            *COMMON,
+            "model=deepfm",
+            "data=frappe",
+            "optim.clip=cowclip",
+            "optim.clip_zeta=1e-4",
+            "optim.embedding_l2=6.4e-5",
+            "optim.eps=1e-7",
+        ),
+        "frappe/frappe_recon.parquet",
+        1024,
+        10,
+        {"sync_global": 11.3e-3, "sync_row": 11.3e-3},
+        table_lr=20 / 11.3,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the study: a table.
+
+    Attributes:
+        title: of the table.
+        task: key of `TASKS`.
+        methods: keys of `METHODS`.
+        ks: values of k.
+        num_seeds: seeds 1, 2, ...
+    """
+
+    title: str
+    task: str
+    methods: tuple[str, ...]
+    ks: tuple[int, ...] = (20,)
+    num_seeds: int = 3
+
+
+STAGES = {
+    "k": Stage("MovieLens-1M, DeepFM, over k", "ml1m", ("default", "paper"), (5, 20, 50, 100)),
+    "frappe": Stage("Frappe, DeepFM", "frappe", ("default", "paper"), num_seeds=9),
+    "ml1m": Stage("MovieLens-1M, DeepFM, nine seeds", "ml1m", ("default", "paper"), num_seeds=9),
+    "by_user": Stage("MovieLens-1M, every user on one replica", "ml1m_by_user", ("default", "paper")),
+    "wires": Stage("Frappe, narrow wires", "frappe", ("default", "default, bf16", "default, int8", "paper, bf16")),
+    "variants": Stage("Frappe, variants", "frappe", ("default", "paper", *VARIANTS)),
+    "dlrm": Stage("MovieLens-1M, DLRM", "ml1m_dlrm", ("default", "paper")),
+    "long_tail": Stage(
+        "MovieLens-1M with crosses, DeepFM", "ml1m_crosses", ("default", "default, moments of rows local", "default, int8", "paper")
+    ),
+    "ml1m_wires": Stage("MovieLens-1M, narrow wires", "ml1m", ("default", "default, bf16", "default, int8")),
+    "ml1m_variants": Stage("MovieLens-1M, variants", "ml1m", ("default", "paper", *VARIANTS), num_seeds=1),
+    "cowclip": Stage("Frappe, CowClip at 4,096 rows per step", "frappe_cowclip", ("default", "paper"), (5, 20)),
+    "frappe_k": Stage("Frappe, DeepFM, over k", "frappe", ("default", "paper"), (5, 10, 20, 50, 100)),
 }
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: which method, k, seed and learning rate."""
+    """One training: which method, k, seed and learning rate (that of synchronous training; recipes put a factor on it)."""
 
     method: str
     k: int
@@ -95,203 +216,210 @@ class Run:
         return f"{self.method} k={self.k} seed={self.seed} lr={self.lr:.6g}"
 
 
-@dataclass
-class Replica:
-    """A model with its optimizer."""
-
-    dmp: DistributedModelParallel
-    optimizer: KeyedOptimizer
-
-    @property
-    def dense(self) -> dict[str, torch.nn.Parameter]:
-        """Dense parameters by name."""
-        return {name: param for name, param in self.dmp.named_parameters() if param.numel()}
-
-    def step(self, batch: object) -> None:
-        """Takes one batch forward, back, and through the optimizer."""
-        self.optimizer.zero_grad()
-        loss, _ = self.dmp(batch)
-        loss.backward()
-        self.optimizer.step()
-
-
-def make_replica(config: RunConfig, dataset: Dataset, kstep: KStepConfig, num_replicas: int) -> Replica:
-    """Builds a replica as `train` does, on this process alone."""
-    world = World()
-    torch.manual_seed(config.train.seed)
-    model = build_model(config.model, dataset.schema, seed=config.train.seed, table_device=torch.device("meta"))
-    task = CTRTask(model, num_replicas)
-    sharders = build_sharders(config.planner, config.optim, config.tiers, 1, world, kstep, num_replicas)
-    group = dist.GroupMember.WORLD
-    assert group is not None
-    plan = make_plan(task, config.planner, world, sharders, config.train.batch_size, group)
-    dmp = shard_task(task, plan, sharders, world, torch.device("cpu"))
-    for module in dmp.modules():
-        assert not isinstance(module, DistributedDataParallel) or module.process_group.size() == 1
-    return Replica(dmp, build_optimizer(dmp, config.optim))
-
-
-def merge_dense(replicas: Sequence[Replica]) -> None:
-    """Gives all replicas the mean of their dense parameters and moments."""
-    for name, first in replicas[0].dense.items():
-        for state in ("weight", *MOMENTS):
-            parts = [_dense_state(replica, name, state) for replica in replicas]
-            mean = torch.stack(parts).sum(dim=0) / len(parts)
-            for part in parts:
-                part.copy_(mean)
-        assert torch.equal(first, replicas[-1].dense[name])
-
-
-def _dense_state(replica: Replica, name: str, state: str) -> torch.Tensor:
-    param = replica.dense[name]
-    if state == "weight":
-        return param.detach()
-    value: torch.Tensor = next(entry[state] for key, entry in replica.optimizer.state.items() if key is param)
-    return value
-
-
-def batches(dataset: Dataset, config: RunConfig, rank: int, num_ranks: int, epoch: int) -> Iterator[object]:
-    """Yields the share of one rank of every global batch of a pass."""
-    order = BatchOrder(rank, num_ranks, config.train.batch_size, seed=config.train.seed, epoch=epoch, shuffle=True)
-    return iter(dataset.batches("train", order))
-
-
-def train(run: Run, task: Task, config: RunConfig, dataset: Dataset, num_replicas: int) -> dict[str, CTRReport]:
+def train(run: Run, task: Task, config: RunConfig, rows: Mapping[Split, Rows], num_replicas: int) -> dict[str, CTRReport]:
     """Trains and evaluates; returns reports by split."""
-    num_trained = 1 if run.method in SYNC else num_replicas
-    recipe = run.method if run.method in RECIPES else ("paper" if run.method == "sync_global" else "default")
-    kstep = KStepConfig(k=run.k, recipe=recipe)
-    factor = RECIPES[recipe].lr_factor(num_replicas) if num_trained > 1 else 1.0
+    method, is_sync = METHODS[run.method], run.method in SYNC.values()
+    num_trained = 1 if is_sync else num_replicas
+    lr = run.lr * (1.0 if is_sync else method.lr_factor(num_replicas))
     config = replace(
         config,
         train=replace(config.train, seed=run.seed, batch_size=task.batch_size * num_replicas // num_trained),
-        optim=replace(config.optim, lr=run.lr * factor, embedding_lr=run.lr * factor),
+        optim=replace(config.optim, lr=lr, embedding_lr=lr * task.table_lr),
     )
-    replicas = [make_replica(config, dataset, kstep, num_trained) for _ in range(num_trained)]
-    merger = None
-    if num_trained > 1:
-        groups = [[kernel.group for kernel in kernels_of_model(replica.dmp)] for replica in replicas]
-        merger = InProcessMerger(groups, merge_spec(kstep))
-        merge_dense(replicas)  # all start alike
-    num_rounds = num_local_steps = 0
-
-    def merge(is_full: bool) -> None:
-        nonlocal num_rounds, num_local_steps
-        if merger is not None and num_local_steps:
-            merger.merge(num_rounds, num_local_steps, is_full)
-            merge_dense(replicas)
-            num_rounds, num_local_steps = num_rounds + 1, 0
-
+    replicas = Replicas(config, rows["train"].schema, method.config(run.k), num_trained)
     for epoch in range(task.num_passes):
-        for replica in replicas:
+        for replica in replicas.members:
             replica.dmp.train()
-        shares = [batches(dataset, config, rank, num_trained, epoch) for rank in range(num_trained)]
-        for parts in zip(*shares, strict=True):
-            for replica, batch in zip(replicas, parts, strict=True):
-                replica.step(batch)
-            num_local_steps += 1
-            if num_local_steps == run.k:
-                merge(is_full=False)
-        merge(is_full=True)
-    return {split: evaluate(replicas[0], dataset, config, split) for split in ("validation", "test")}
+        for step in steps(task, rows["train"], num_replicas, run.seed, epoch):
+            shares = [torch.cat([torch.from_numpy(part) for part in step]).numpy()] if is_sync else step
+            num_rows = sum(map(len, step))
+            replicas.step([rows["train"].batch(share, num_rows) for share in shares])
+        replicas.merge()
+    return {split: evaluate(replicas.members[0], rows[split], config.train.eval_batch_size) for split in ("validation", "test")}
 
 
-def evaluate(replica: Replica, dataset: Dataset, config: RunConfig, split: Split) -> CTRReport:
+def steps(task: Task, rows: Rows, num_replicas: int, seed: int, epoch: int) -> Iterator[Step]:
+    """Yields the rows of every step of a pass, by replica."""
+    if not task.owner:
+        return shuffled(len(rows.label), num_replicas, task.batch_size, seed, epoch)
+    return shuffled_by_owner(owners(rows.columns[task.owner].ids, num_replicas), num_replicas, task.batch_size, seed, epoch)
+
+
+def evaluate(replica: Replica, rows: Rows, batch_size: int) -> CTRReport:
     """Reports on a split."""
     metrics = CTRMetrics(device=torch.device("cpu"))
     replica.dmp.eval()
-    with torch.no_grad(), closing(iter(dataset.batches(split, BatchOrder(0, 1, config.train.eval_batch_size)))) as stream:
-        for batch in stream:
+    with torch.no_grad():
+        for batch in rows.batches(batch_size):
             metrics.update(replica.dmp(batch)[1], 0)
     return metrics.compute()
 
 
-class Study:
-    """Runs of one data set, each done once."""
+class Results:
+    """Runs of one task, each done once."""
 
-    def __init__(self, name: str, work: Path, data: Path, num_replicas: int) -> None:
-        """Prepares the set and reads what was done before."""
-        self.task = TASKS[name]
-        self.num_replicas = num_replicas
+    def __init__(self, name: str, work: Path, source: Path, num_replicas: int) -> None:
+        """Reads what was done before; the data only when a run is missing."""
+        self._task, self._work, self._source, self._num_replicas = TASKS[name], work, source, num_replicas
         self._path = work / f"{name}.jsonl"
-        overrides = [*self.task.overrides, f"data.source={data / self.task.source}", f"data.path={work / 'prepared' / name}"]
-        self._config = load(RunConfig, "train", overrides)
-        ensure_prepared(self._config.data)
-        self._dataset = open_dataset(self._config.data)
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        self._done = {entry["key"]: entry for entry in map(json.loads, lines)}
+        self._done: dict[str, dict[str, float]] = {entry["key"]: entry for entry in map(json.loads, lines)}
+        self._loaded: tuple[RunConfig, dict[Split, Rows]] | None = None
 
     def result(self, run: Run) -> dict[str, float]:
         """Returns AUC and LogLoss by split, training only if need be."""
         if run.key not in self._done:
-            begin = time.perf_counter()
-            reports = train(run, self.task, self._config, self._dataset, self.num_replicas)
-            entry = {"key": run.key, **asdict(run), "seconds": time.perf_counter() - begin}
+            config, rows = self._load()
+            begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+            reports = train(run, self._task, config, rows, self._num_replicas)
+            spent = {"seconds": time.perf_counter() - begin_s, "cpu_seconds": time.process_time() - begin_cpu_s}
+            entry: dict[str, Any] = {"key": run.key, **asdict(run), **spent}
             for split, report in reports.items():
                 entry |= {f"{split}_auc": report.auc, f"{split}_logloss": report.logloss}
             with self._path.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
             self._done[run.key] = entry
-            text = f"{run.key}: test AUC {entry['test_auc']:.5f}, LogLoss {entry['test_logloss']:.5f}, {entry['seconds']:.0f} s"
-            print(text, file=sys.stderr, flush=True)
+            text = f"{self._path.stem}, {run.key}: test AUC {entry['test_auc']:.5f}, LogLoss {entry['test_logloss']:.5f}"
+            print(f"{text}, {spent['seconds']:.0f} s, of which on the processor {spent['cpu_seconds']:.0f}", file=sys.stderr, flush=True)
         return dict(self._done[run.key])
 
-    def tuned_lr(self, method: str, k: int, is_tuned: bool) -> float:
-        """Returns the learning rate with the best validation AUC of a grid around the start value."""
-        start = self.task.lr[method if method in SYNC else RIVAL[method]]
+    def lr(self, method: str, k: int, is_tuned: bool) -> float:
+        """Returns the rate known to be best, or the one with the best validation AUC around it."""
+        rates = self._task.lr
+        start = rates.get(method, rates[SYNC[METHODS[method].bias]])
         if not is_tuned:
             return start
-        grid = [start / math.sqrt(2), start, start * math.sqrt(2)]
-        return max(grid, key=lambda lr: self.result(Run(method, k, 1, lr))["validation_auc"])
+        return climb(lambda place: self.result(Run(method, k, 1, rate(start, place)))["validation_auc"], start)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor time of all runs so far."""
+        return sum(entry["cpu_seconds"] for entry in self._done.values())
+
+    def _load(self) -> tuple[RunConfig, dict[Split, Rows]]:
+        if self._loaded is None:
+            task = self._task
+            overrides = [*task.overrides, f"data.source={self._source / task.source}"]
+            config = load(RunConfig, "train", [*overrides, f"data.path={self._work / 'prepared' / task.source.split('/')[0]}"])
+            ensure_prepared(config.data)
+            rows = read_rows(open_dataset(config.data))
+            for name, parts in task.crosses.items():
+                rows = add_cross(rows, name, parts)
+            self._loaded = (config, rows)
+        return self._loaded
 
 
-def compare(study: Study, ks: Sequence[int], num_seeds: int, is_tuned: bool) -> str:
-    """Runs all methods and returns a Markdown table of paired differences."""
+def rate(start: float, place: int) -> float:
+    """Returns the learning rate `place` half doublings above `start`."""
+    return float(f"{start * 2 ** (place / 2):.6g}")
+
+
+def climb(score: Callable[[int], float], start: float) -> float:
+    """Returns the best rate of three around `start`; goes on in its direction where it lies at an end."""
+    scores = {place: score(place) for place in (-1, 0, 1)}
+    for _ in range(NUM_TUNING_STEPS):
+        best = max(scores, key=scores.__getitem__)
+        if min(scores) < best < max(scores):
+            break
+        place = best + (1 if best == max(scores) else -1)
+        scores[place] = score(place)
+    return rate(start, max(scores, key=scores.__getitem__))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A method at one k beside synchronous training.
+
+    Attributes:
+        lr: its rate, the recipe's factor left out.
+        found: results by seed.
+        rival: synchronous results with the same bias correction, by seed; empty for synchronous training itself.
+        best: those of the better synchronous training.
+    """
+
+    method: str
+    k: int
+    lr: float
+    found: list[dict[str, float]]
+    rival: list[dict[str, float]] = field(default_factory=list)
+    best: list[dict[str, float]] = field(default_factory=list)
+
+    def difference(self, name: str, of: Sequence[dict[str, float]]) -> tuple[float, float]:
+        """Returns the mean difference and its standard error (NaN for one seed)."""
+        differences = [one[name] - other[name] for one, other in zip(self.found, of, strict=True)]
+        error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+        return statistics.mean(differences), error
+
+
+def compare(results: Results, stage: Stage, num_seeds: int, is_tuned: bool) -> list[Line]:
+    """Runs a stage."""
     seeds = range(1, num_seeds + 1)
-    rates = {method: study.tuned_lr(method, 1, is_tuned) for method in SYNC}
-    sync = {method: [study.result(Run(method, 1, seed, rates[method])) for seed in seeds] for method in SYNC}
-    lines = [
-        "| method | k | lr | test AUC | LogLoss | d AUC same bias | d LogLoss same bias | d AUC best sync |",
-        "|--|--|--|--|--|--|--|--|",
-    ]
-    best = max(SYNC, key=lambda method: statistics.mean(one["test_auc"] for one in sync[method]))
-    for method in SYNC:
-        lines.append(
-            f"| {method} | - | {rates[method]:.2g} | {_mean(sync[method], 'test_auc')} | {_mean(sync[method], 'test_logloss')} | | | |"
-        )
-    for k in ks:
-        for method in RECIPES:
-            lr = study.tuned_lr(method, k, is_tuned and k == 20) if k == 20 else study.tuned_lr(method, 20, is_tuned)
-            found = [study.result(Run(method, k, seed, lr)) for seed in seeds]
-            rival = sync[RIVAL[method]]
-            cells = [method, str(k), f"{lr:.2g}", _mean(found, "test_auc"), _mean(found, "test_logloss")]
-            cells += [_paired(found, rival, "test_auc"), _paired(found, rival, "test_logloss"), _paired(found, sync[best], "test_auc")]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    sync = {}
+    for bias, method in SYNC.items():
+        lr = results.lr(method, 1, is_tuned)
+        sync[bias] = Line(method, 1, lr, [results.result(Run(method, 1, seed, lr)) for seed in seeds])
+    best = max(sync.values(), key=lambda line: statistics.mean(one["test_auc"] for one in line.found))
+    lines = list(sync.values())
+    for k in stage.ks:
+        for method in stage.methods:
+            lr = results.lr(method, k, is_tuned)
+            found = [results.result(Run(method, k, seed, lr)) for seed in seeds]
+            lines.append(Line(method, k, lr, found, sync[METHODS[method].bias].found, best.found))
+    return lines
 
 
-def _mean(results: Sequence[dict[str, float]], name: str) -> str:
-    return f"{statistics.mean(one[name] for one in results):.5f}"
+HEADER = (
+    "| method | k | seeds | lr | test AUC | LogLoss | d AUC, same bias | d LogLoss, same bias | d AUC, best synchronous |\n"
+    "|--|--|--|--|--|--|--|--|--|"
+)
 
 
-def _paired(results: Sequence[dict[str, float]], rivals: Sequence[dict[str, float]], name: str) -> str:
-    differences = [one[name] - other[name] for one, other in zip(results, rivals, strict=True)]
-    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else float("nan")
-    return f"{statistics.mean(differences):+.5f} ± {error:.5f}"
+def table(title: str, lines: Sequence[Line], num_replicas: int) -> str:
+    """Returns a Markdown table; ± one standard error."""
+    text = [f"**{title}**", "", HEADER]
+    for line in lines:
+        factor = METHODS[line.method].lr_factor(num_replicas) if line.rival else 1.0
+        cells = [line.method, str(line.k), str(len(line.found)), f"{line.lr:.2g}" + (f" x {factor:g}" if factor != 1 else "")]
+        cells += [f"{statistics.mean(one[name] for one in line.found):.5f}" for name in ("test_auc", "test_logloss")]
+        if line.rival:
+            pairs = (("test_auc", line.rival), ("test_logloss", line.rival), ("test_auc", line.best))
+            cells += [_with_error(*line.difference(*pair)) for pair in pairs]
+        else:
+            cells += [""] * 3
+        text.append(f"| {' | '.join(cells)} |")
+    return "\n".join(text) + "\n"
+
+
+def _with_error(mean: float, error: float) -> str:
+    return f"{mean:+.5f}" + ("" if math.isnan(error) else f" ± {error:.5f}")
+
+
+def plot(title: str, lines: Sequence[Line]) -> str:
+    """Draws the difference of test AUC over k, with bars of 95 % confidence (Student's t)."""
+    ks = sorted({line.k for line in lines if line.rival})
+    series = []
+    for colour, method in enumerate(dict.fromkeys(line.method for line in lines if line.rival)):
+        points, halves = [(0.0, 0.0)], [0.0]  # k = 1 is synchronous training
+        for line in lines:
+            if line.method == method and line.rival:
+                mean, error = line.difference("test_auc", line.rival)
+                points.append((float(1 + ks.index(line.k)), mean))
+                halves.append(0.0 if math.isnan(error) else T_95[min(len(line.found), max(T_95))] * error)
+        series.append(Series(f"{method}: mean, 95 % confidence", colour, points, halves))
+    return chart_file(title, series, "k, steps between rounds", x_names=["1", *map(str, ks)])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the study of one data set and prints its table."""
+    """Runs stages and prints their tables."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kstep_study", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--data", choices=TASKS, default="movielens_1m")
+    parser.add_argument("--stages", choices=STAGES, nargs="+", default=list(STAGES))
     parser.add_argument("--source", type=Path, default=ROOT.parent / "shared" / "data", help="folder of the raw sets")
     parser.add_argument("--work", type=Path, default=Path("runs/kstep_study"), help="results and prepared sets")
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--seeds", type=int, default=9)
-    parser.add_argument("--k", type=int, nargs="+", default=[20])
-    parser.add_argument("--tune", action="store_true", help="tune each method's learning rate on validation, seed 1")
+    parser.add_argument("--seeds", type=int, default=0, help="seeds of every stage; 0 = as each stage says")
+    parser.add_argument("--tune", action="store_true", help="choose every learning rate on validation, seed 1")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -299,9 +427,22 @@ def main(argv: list[str] | None = None) -> int:
     work.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=600))
     try:
-        study = Study(options.data, work, options.source.resolve(), options.replicas)
-        print(f"{options.data}, {options.replicas} replicas, {options.seeds} seeds; ± is the standard error of paired differences\n")
-        print(compare(study, options.k, options.seeds, options.tune))
+        results = {name: Results(name, work, options.source.resolve(), options.replicas) for name in TASKS}
+        tables: dict[str, str] = {}
+        for name in options.stages:
+            stage = STAGES[name]
+            lines = compare(results[stage.task], stage, options.seeds or stage.num_seeds, options.tune)
+            tables[name] = table(stage.title, lines, options.replicas)
+            print(tables[name], flush=True)
+            (work / f"{name}.md").write_text(tables[name])
+            if len(stage.ks) > 1:
+                (work / f"{name}.svg").write_text(plot(f"{stage.title}: test AUC minus that of synchronous training", lines))
+        spent = sum(one.cpu_seconds for one in results.values())
+        note = (
+            f"{options.replicas} replicas; ± one standard error of paired differences; {spent / 60:.0f} min of processor time in all runs."
+        )
+        (work / "study.md").write_text("\n".join([note, "", *tables.values()]))
+        print(note)
     finally:
         dist.destroy_process_group()
     return 0

@@ -1,5 +1,7 @@
 """Style and script of the page, kept inside it. Colours: six hues that differ in lightness too, for colour-blind readers."""
 
+COLOURS = ("#2563b0", "#d9731a", "#2a8f6d", "#8d4fb3", "#b8324f", "#7a7416")  # as in the light page below
+
 STYLE = """
 :root { color-scheme: light dark;
   --paper: #fcfcfb; --ink: #1d1f21; --soft: #5f666d; --line: #e2e4e6; --tile: #f2f3f4;

@@ -4,7 +4,9 @@ import html
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torchrec_kstep.report.assets import COLOURS
 
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 34
@@ -15,11 +17,20 @@ _TARGET_TICKS = 5
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: its name in the legend, its colour 0..5, and its points (x, y) by rising x >= 0."""
+    """One curve: its name in the legend, its colour 0..5, and its points (x, y) by rising x >= 0.
+
+    `half_widths`, one per point where given, are drawn as bars around the points; such a curve has few points.
+    """
 
     name: str
     colour: int
     points: list[tuple[float, float]]
+    half_widths: Sequence[float] = ()
+
+    @property
+    def bars(self) -> list[tuple[float, float, float]]:
+        """The bars: x, lowest y, highest y."""
+        return [(x, y - half, y + half) for (x, y), half in zip(self.points, self.half_widths, strict=bool(self.half_widths))]
 
 
 def line_chart(
@@ -40,13 +51,13 @@ def line_chart(
         from_zero: whether the y axis starts at zero.
         x_names: names of x = 0, 1, 2, ..., shown in place of numbers.
     """
-    drawn = [Series(one.name, one.colour, thin(one.points)) for one in series if one.points]
+    drawn = [one if one.half_widths else replace(one, points=thin(one.points)) for one in series if one.points]
     caption = f"<figcaption>{html.escape(title)}</figcaption>"
     if not drawn:
         return f'<figure class="chart">{caption}<p class="nothing">nothing recorded</p></figure>'
     last_x = float(len(x_names) - 1) if len(x_names) > 1 else max(x for one in drawn for x, _ in one.points) or 1.0
     x_ticks = [float(index) for index in range(len(x_names))] or [tick for tick in ticks(0.0, last_x) if tick <= last_x]
-    low, high = _range(y for one in drawn for _, y in one.points)
+    low, high = _range([y for one in drawn for _, y in one.points] + [y for one in drawn for _, *ends in one.bars for y in ends])
     y_ticks = ticks(min(0.0, low) if from_zero else low, high)
     x_scale = _scale(0.0, last_x, LEFT, WIDTH - RIGHT)
     y_scale = _scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP)
@@ -63,6 +74,9 @@ def line_chart(
         path = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in one.points)
         colour = f"var(--series-{one.colour % NUM_COLOURS})"
         parts.append(f'<polyline points="{path}" style="stroke:{colour}"/>')
+        for x, bottom, top in one.bars:
+            place = f'x1="{x_scale(x):.1f}" x2="{x_scale(x):.1f}" y1="{y_scale(bottom):.1f}" y2="{y_scale(top):.1f}"'
+            parts.append(f'<line {place} style="stroke:{colour}"/>')
         if len(one.points) <= 40:
             parts += [f'<circle cx="{x_scale(x):.1f}" cy="{y_scale(y):.1f}" r="3" style="fill:{colour}"/>' for x, y in one.points]
     parts.append(f'<line class="pointer" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg><div class="values"></div>')
@@ -74,6 +88,29 @@ def line_chart(
         "series": [{"name": one.name, "colour": one.colour % NUM_COLOURS, "points": one.points} for one in drawn],
     }
     return f'<figure class="chart" data-curves="{html.escape(json.dumps(data))}">{caption}{"".join(parts)}</figure>'
+
+
+def chart_file(title: str, series: Sequence[Series], x_label: str, x_names: Sequence[str] = ()) -> str:
+    """Draws curves as an SVG file of its own, title and legend included: for documents."""
+    figure = line_chart(title, series, x_label, x_names=x_names)
+    chart = figure[figure.index("<svg") : figure.index("</svg>")].split(">", 1)[1]
+    colours = "".join(f"--series-{index}:{colour};" for index, colour in enumerate(COLOURS))
+    style = (
+        f"svg{{{colours}font:12px sans-serif}} text{{fill:#5f666d}} .grid{{stroke:#e2e4e6}} .pointer{{visibility:hidden}} "
+        "polyline{fill:none;stroke-width:2}"
+    )
+    legend = "".join(
+        f'<rect x="{LEFT}" y="{HEIGHT + 32 + 18 * row}" width="11" height="11" style="fill:var(--series-{one.colour % NUM_COLOURS})"/>'
+        f'<text x="{LEFT + 18}" y="{HEIGHT + 42 + 18 * row}">{html.escape(one.name)}</text>'
+        for row, one in enumerate(series)
+    )
+    height = HEIGHT + 36 + 18 * len(series)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"><style>{style}</style>\n'
+        f'<rect width="{WIDTH}" height="{height}" style="fill:#ffffff"/>'
+        f'<text x="{LEFT}" y="16" font-weight="bold">{html.escape(title)}</text>\n'
+        f'<g transform="translate(0 20)">{chart}</g>{legend}</svg>\n'
+    )
 
 
 def stacked_bar(parts: Mapping[str, float], total: float) -> str:
