@@ -70,7 +70,8 @@ def test_stores_get_all_of_their_host_and_no_more(num_ranks: int) -> None:
         for name, sharding in plan.plan["0"].items():
             for shard in tiered_shards(sharding):
                 if rank_of(shard) == rank:
-                    groups.setdefault(sharding.sharding_type, []).append((name, record_bytes(*shard.shard_sizes, ADAM)))
+                    num_rows, dim = map(int, shard.shard_sizes)
+                    groups.setdefault(sharding.sharding_type, []).append((name, record_bytes(num_rows, dim, ADAM)))
         for group in groups.values():
             total_dram += shares.of_store(group).dram
             quota += quota_of(shares.of_store(group), tiers) or 0
