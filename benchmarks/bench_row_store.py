@@ -3,8 +3,10 @@
 Workloads: `raw_read` random unique rows without a cache; `raw_write` the same rows written back; `batch` one training batch's
 rows through a 10 % cache (find, evict, write back, read, update), with cleaning and compaction running on both sides.
 Contenders are processes of `benchmarks/native` that take turns; each has its own folder, rows and equal cache.
+`--case raw` does the first two, `--case zipf` and `--case uniform` batches of such ids; without it, raw and zipf.
 """
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -19,6 +21,7 @@ from benchmarks._harness import Harness, Spread
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "benchmarks"
 RAW = ("row_store", "device_limit", "in_place", "mmap", "rocksdb_32")
+CASES = ("raw", "zipf", "uniform")
 BATCH = ("tiered", "tiered_lookahead", "row_store", "in_place", "mmap", "rocksdb_32")
 LOAD_TIMEOUT_S = 900
 
@@ -166,13 +169,18 @@ def _p99(answers: list[dict[str, float]]) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
-    run = Harness.from_command_line("row_store", __doc__, argv)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--case", action="append", choices=CASES)
+    options, rest = own.parse_known_args(argv)
+    run = Harness.from_command_line("row_store", __doc__, rest)
     workload = QUICK if run.quick else FULL
     folder = ROOT / "build"  # a drive, not a memory file system
     program = build()
-    record_raw(run, program, workload, folder)
-    for ids in ("zipf",) if run.quick else ("zipf", "uniform"):
-        record_batches(run, program, workload, ids, run.num_rounds if run.quick else max(run.num_rounds, 100), folder)
+    for case in options.case or ("raw", "zipf"):
+        if case == "raw":
+            record_raw(run, program, workload, folder)
+        else:
+            record_batches(run, program, workload, case, run.num_rounds if run.quick else max(run.num_rounds, 100), folder)
     return run.finish()
 
 
