@@ -27,6 +27,7 @@ ROWS = {"a": 40, "b": 12}
 BATCH = 6
 SPEC = AdamSpec(lr=0.02, bias_correction="row", touches="count")
 TIMEOUT_S = 20.0
+FUSED_LR = 0.1
 
 
 class Model(nn.Module):
@@ -67,6 +68,7 @@ class Trained:
         is_deferred: bool = False,
         kernel: str = CUSTOMIZED_KERNEL,
         places: Mapping[str, Any] | None = None,
+        fused: EmbOptimType = EmbOptimType.EXACT_SGD,
         model_type: type[Model] = Model,
         **options: Any,
     ) -> "Trained":
@@ -83,7 +85,7 @@ class Trained:
         sharders: dict[str, Any] = {
             CUSTOMIZED_KERNEL: lambda: TieredEmbeddingBagCollectionSharder(spec, deferred=is_deferred),
             "dense": BagSharder,
-            "fused": lambda: BagSharder({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}),
+            "fused": lambda: BagSharder({"optimizer": fused, "learning_rate": FUSED_LR}),
         }
         if kernel == "dense":
             options["table_adam"] = spec

@@ -1,4 +1,4 @@
-"""KStepAdam over tables that keep TorchRec's dense kernel: equal to tiered tables, and what is refused by name.
+"""KStepAdam over tables that keep TorchRec's kernels: dense ones equal tiered tables, fused ones are merged; what is refused by name.
 
 Layer: multiprocess.
 """
@@ -14,14 +14,14 @@ from torchrec.distributed.sharding_plan import column_wise, construct_module_sha
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from tests.multiprocess.kstep_cases import SPEC, Trained, env_of, outcome_of
+from tests.multiprocess.kstep_cases import ROWS, SPEC, Trained, batch, env_of, outcome_of
 from tests.multiprocess.test_kstep_train import kstep_config
 from tests.multiprocess.test_tiered_sequences import Sequences, share, tables
 from tests.multiprocess.tiny import TinyDataset, assert_equal_bits, fingerprints, finish
 from tests.spawn import SpawnRanks
 from torchrec_kstep.merge_spec import MergeSpec
 from torchrec_kstep.optim.kstep import KStepAdam
-from torchrec_kstep.torchrec_seam.sharding import EmbeddingCollectionSharder
+from torchrec_kstep.torchrec_seam.sharding import EmbeddingCollectionSharder, EmbOptimType
 from torchrec_kstep.world import World
 
 pytestmark = pytest.mark.multiprocess
@@ -111,20 +111,68 @@ def test_dense_tables_without_pooling_are_refused_by_name(spawn_ranks: SpawnRank
         assert "tables a, b are read without pooling and have the dense kernel" in text
 
 
-def _refused(_world: World) -> list[tuple[str, str]]:
-    replicated = {"b": data_parallel()}
-    return [
-        outcome_of(lambda: Trained.make(env_of(1), k=3, kernel="fused")),
-        outcome_of(lambda: Trained.make(env_of(1), k=3, kernel="dense", places=replicated)),
+def _fused(world: World, fused: EmbOptimType, merge: MergeSpec) -> dict[str, Any]:
+    """Tables that FBGEMM steps inside backward: what each replica has after three steps alone, and after a round and more training."""
+    case = {"kernel": "fused", "fused": fused, "has_batch_norm": False, "merge": merge}
+    merged, alone = Trained.make(env_of(1), k=3, **case), Trained.make(env_of(1), k=100, **case)
+    start_alike(merged.dmp, alone.dmp)
+    start = values_of(merged.dmp)
+    alone.train(range(3))
+    merged.train(range(3))
+    after_round = values_of(merged.dmp)
+    merged.train(range(3, 8))
+    merged.optimizer.merge()
+    ids = {name: torch.cat([batch(step, world.rank)[f"f_{name}"].values() for step in range(3)]) for name in ROWS}
+    return {
+        "start": start,
+        "alone": values_of(alone.dmp),
+        "round": after_round,
+        "end": values_of(merged.dmp),
+        "counts": {name: torch.bincount(own, minlength=ROWS[name]) for name, own in ids.items()},
+    }
+
+
+WAYS = [(EmbOptimType.EXACT_SGD, MergeSpec(k=3)), (EmbOptimType.EXACT_ROWWISE_ADAGRAD, MergeSpec(k=3, row_states="weights"))]
+
+
+@pytest.mark.parametrize(("fused", "merge"), WAYS)
+def test_fused_tables_are_merged_by_the_rows_that_backward_reached(spawn_ranks: SpawnRanks, fused: EmbOptimType, merge: MergeSpec) -> None:
+    """The union of touches, from what replicas do without rounds: change = u / C times the sum of their changes."""
+    ranks = spawn_ranks(_fused, 2, args=(fused, merge))
+    for key, start in ranks[0]["start"].items():
+        name = "a" if "bags.a" in key else "b"
+        counts = torch.stack([rank["counts"][name].double() for rank in ranks])
+        union = torch.where((counts > 0).sum(0) == 1, counts.sum(0), 3 * (1 - (1 - counts / 3).prod(0)))
+        weight = torch.where(counts.sum(0) > 0, union / counts.sum(0), 0.0)
+        changes = sum((rank["alone"][key] - start).double() for rank in ranks)
+        assert float(changes.abs().max()) > 1e-4, "nothing was trained"
+        expected = start.double() + weight[:, None] * changes
+        for rank in ranks:
+            torch.testing.assert_close(rank["round"][key].double(), expected, rtol=1e-6, atol=1e-6)
+            assert torch.equal(rank["round"][key], ranks[0]["round"][key])
+            assert torch.equal(rank["end"][key], ranks[0]["end"][key])
+            assert not torch.equal(rank["end"][key], rank["round"][key])
+
+
+def _refused(_world: World) -> list[str]:
+    adagrad = EmbOptimType.EXACT_ADAGRAD
+    cases: list[dict[str, Any]] = [
+        {"kernel": "fused", "fused": adagrad},
+        {"kernel": "fused", "num_warmup_steps": 2},
+        {"kernel": "fused", "clip_norm": 1.0, "clip_covers": "all"},
+        {"kernel": "dense", "places": {"b": data_parallel()}},
     ]
+    outcomes = [outcome_of(lambda case=case: Trained.make(env_of(1), k=3, **case)) for case in cases]  # type: ignore[misc]
+    assert {kind for kind, _ in outcomes} == {"ConfigError"}
+    return [text for _, text in outcomes]
 
 
 def test_tables_that_cannot_be_merged_are_refused_by_name_and_reason(spawn_ranks: SpawnRanks) -> None:
-    for (fused_kind, fused), (replicated_kind, replicated) in spawn_ranks(_refused, 2):
-        assert fused_kind == replicated_kind == "ConfigError"
-        assert "table 'a' of 'ebc' has the kernel 'fused', which steps it by EXACT_SGD inside backward" in fused
-        assert "rules of Adam" in fused
-        assert "table 'b'" in fused
+    for adagrad, warm_up, clip, replicated in spawn_ranks(_refused, 2):
+        assert "tables a are stepped by EXACT_ADAGRAD inside backward, whose sums no round merges" in adagrad
+        assert "row_states='weights'" in adagrad
+        assert "before replicas could average gradients, which k = 3, after 2 steps of 1 asks for" in warm_up
+        assert "before the norm of all gradients is known" in clip
         assert "ebc.embedding_bags.b.weight are sharded data_parallel" in replicated
 
 

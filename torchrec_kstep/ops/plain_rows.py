@@ -32,9 +32,9 @@ class PlainRows(RowGroup):
     """Tables that live in tensors, with the rules of updates and merge rounds of row groups, for the rows of a batch only.
 
     Lookups and backward are those of the tensors' owner; `note` tells of every backward which rows it reached, and their
-    gradients wait until they are taken. Everything is computed by the reference in plain PyTorch, so with equal gradients rows
-    hold the bits of a compiled group. Bases take the memory of touched rows; beside them 9 bytes per row and counter of
-    touches are kept, and 4 more per row and base.
+    gradients wait until they are taken (or `touch`, where the owner updates rows too). Everything is computed by the reference in
+    plain PyTorch, so with equal gradients rows hold the bits of a compiled group. Bases take the memory of touched rows; beside
+    them 9 bytes per row and counter of touches are kept, and 4 more per row and base.
     """
 
     def __init__(self, tables: Sequence[TableSpec], optimizer: OptimizerSpec, tensors: TableTensors) -> None:
@@ -60,6 +60,14 @@ class PlainRows(RowGroup):
     def note(self, ids: torch.Tensor, offsets: torch.Tensor, table_of_feature: Sequence[int]) -> None:
         """Says that a backward is about to reach the rows of these bags, as `dedup` takes them."""
         self._pending.append(kernels.dedup(ids, offsets, table_of_feature, [table.num_rows for table in self.tables], "error"))
+
+    def touch(self, ids: torch.Tensor, offsets: torch.Tensor, table_of_feature: Sequence[int]) -> None:
+        """Says that the tensors' owner is about to update the rows of these bags by itself: counts it, and keeps bases."""
+        if self.state.is_tracking:
+            batch = kernels.dedup(ids, offsets, table_of_feature, [table.num_rows for table in self.tables], "error")
+            for table, trackers in enumerate(self.state.trackers):
+                for tracker in trackers:
+                    tracker.note(_of_table(batch, table)[0])
 
     def set_step(self, lr: float, step: int) -> None:
         """See `RowGroup`."""

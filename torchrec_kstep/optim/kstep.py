@@ -37,7 +37,7 @@ from torchrec_kstep.optim.period import Period, few_rounds_warning
 from torchrec_kstep.optim.rounds import RoundTotals
 from torchrec_kstep.optim_spec import AdamSpec
 from torchrec_kstep.replicas import KStepEnv, plan_digest
-from torchrec_kstep.sharding.plain import PlainKernel, plain_kernels
+from torchrec_kstep.sharding.plain import PlainKernel, plain_kernels, watched_kernels
 from torchrec_kstep.sharding.tiered.kernel import TieredKernel
 from torchrec_kstep.sharding.tiered.state import kernels_of_model
 
@@ -49,10 +49,10 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
     """Adam over a sharded model whose replicas exchange nothing for k steps and are merged then. See docs/kstep.md.
 
     Tiered tables are stepped by their own kernels as their `AdamSpec` says, tables with TorchRec's dense kernel by the same rule
-    (`table_adam`), dense parameters by Adam as said here. A step is one call of `step()`, however many backwards came before. After
-    k steps without exchange a *round* merges the rows that any replica touched, the dense parameters and the buffers; afterwards all
-    replicas hold the same bits. k = 1 is synchronous training: gradients are averaged over replicas before every step. One replica
-    is plain Adam for every k.
+    (`table_adam`), those with its fused kernels as FBGEMM does it, dense parameters by Adam as said here. A step is one call of
+    `step()`, however many backwards came before. After k steps without exchange a *round* merges the rows that any replica touched,
+    the dense parameters and the buffers; afterwards all replicas hold the same bits. k = 1 is synchronous training: gradients are
+    averaged over replicas before every step. One replica is plain Adam for every k.
 
     Call `merge()` on all ranks before the model is evaluated, saved or exported, and at the end: between rounds replicas differ,
     and `state_dict` refuses. `zero_grad`, `step` and `merge` are collective; all ranks must take equally many steps.
@@ -121,7 +121,8 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         given = table_adam or AdamSpec(lr, betas=betas, eps=eps, bias_correction=RECIPES[recipe].bias_correction)
         rule = given if env.num_replicas == 1 else table_spec(given, self.spec, variant, is_amsgrad)
         self._plain = plain_kernels(dmp.module, rule, env.sharding_group)
-        self._kernels += self._plain
+        fused = watched_kernels(dmp.module, self.spec.num_trackers) if env.num_replicas > 1 else []
+        self._kernels += [*self._plain, *fused]
         optimizer = self._make_optimizer(dmp, lr, betas, eps, weight_decay, clip_norm, variant, is_amsgrad)
         super().__init__(optimizer)
         self.num_steps = 0
@@ -264,7 +265,7 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         """Checks tables and agreement, warns of what is known to lose, and starts replicas alike. Collective."""
         env = self.env
         merges_rows = self.period.largest > 1
-        check_tables(dmp, self._kernels, merges_rows)
+        check_tables(dmp, self._kernels, self.spec, self.period, self._clips_tables)
         plan = plan_of(dmp)
         self._plan_digest = plan_digest(plan, env.layout.sharding_ranks(env.replica)[0])
         shapes = {name: list(param.shape) for name, param in self._dense_params.items()}
@@ -290,8 +291,8 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             name: {WEIGHT: param.detach(), FIRST: self._dense_state[name]["exp_avg"], SECOND: self._dense_state[name]["exp_avg_sq"]}
             for name, param in self._dense_params.items()
         }
-        for kernel in self._plain:
-            for weight in kernel.weights():
+        for kernel in self._kernels:
+            for weight in () if isinstance(kernel, TieredKernel) else kernel.weights():
                 dist.broadcast(weight, src=env.layout.merge_ranks(env.layout.position)[0], group=env.merge_group)
         self._agreement = env.round_agreement()
         self._dense = DenseMerger(env, self.spec, states, buffers_of(dmp), betas, summed_buffers)

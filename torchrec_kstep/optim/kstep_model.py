@@ -14,13 +14,12 @@ from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim.clipping import ClipCovers
 from torchrec_kstep.optim.period import Period
 from torchrec_kstep.optim_spec import AdamSpec
-from torchrec_kstep.sharding.plain import PlainKernel
+from torchrec_kstep.sharding.plain import STATELESS, WITH_SUMS, FusedKernel, PlainKernel
 from torchrec_kstep.sharding.tiered.kernel import TieredKernel
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
-from torchrec_kstep.torchrec_seam.plain_kernel import fused_optimizers
 from torchrec_kstep.torchrec_seam.sharding import EmbeddingComputeKernel, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
-_MERGED_KERNELS = (CUSTOMIZED_KERNEL, EmbeddingComputeKernel.DENSE.value)
+_MERGED_KERNELS = (CUSTOMIZED_KERNEL, EmbeddingComputeKernel.DENSE.value, EmbeddingComputeKernel.FUSED.value)
 
 
 def check_settings(variant: str, clip_covers: str, spec: MergeSpec, period: Period) -> None:
@@ -65,30 +64,48 @@ def check_replicated(tables: Iterable[str]) -> None:
         )
 
 
-def check_tables(dmp: DistributedModelParallel, kernels: Sequence[TieredKernel | PlainKernel], merges_rows: bool) -> None:
+def check_tables(
+    dmp: DistributedModelParallel, kernels: Sequence[TieredKernel | PlainKernel], merge: MergeSpec, period: Period, clips_tables: bool
+) -> None:
     """Refuses tables that cannot be merged; lists every finding."""
     findings = []
-    fused = fused_optimizers(dmp.module)
     for path, module in dmp.module.named_modules():
         if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             continue
         for table, sharding in module.module_sharding_plan.items():
             if sharding.compute_kernel not in _MERGED_KERNELS:
-                update = f", which steps it by {fused[table]} inside backward" if table in fused else ""
                 findings.append(
-                    f"table {table!r} of {path!r} has the kernel {sharding.compute_kernel!r}{update}: replicas are merged by the rules of "
-                    f'Adam, and FBGEMM has no fused Adam on the CPU; give it compute_kernel="{CUSTOMIZED_KERNEL}" (planner.kernel=tiered) '
-                    'or "dense"'
+                    f"table {table!r} of {path!r} has the kernel {sharding.compute_kernel!r}, whose rows are not ours to merge: give it "
+                    f'compute_kernel="{CUSTOMIZED_KERNEL}" (planner.kernel=tiered), "dense", or "fused" with SGD'
                 )
     for kernel in kernels:
+        if isinstance(kernel, FusedKernel):
+            findings += _fused_findings(kernel, merge, period, clips_tables)
+            continue
         spec = kernel.group.optimizer
         names = ", ".join(table.name for table in kernel.group.tables[:3])
         if not isinstance(spec, AdamSpec):
             findings.append(f"tables {names} are stepped by {type(spec).__name__}: replicas are merged by the rules of Adam; give AdamSpec")
-        elif merges_rows and spec.touches == "none":
+        elif period.largest > 1 and spec.touches == "none":
             findings.append(f'tables {names} do not count touches: give their sharder AdamSpec(..., touches="count")')
     if findings:
         raise ConfigError("KStepAdam with several replicas:\n  " + "\n  ".join(findings))
+
+
+def _fused_findings(kernel: FusedKernel, merge: MergeSpec, period: Period, clips_tables: bool) -> list[str]:
+    """Says why replicas cannot merge tables that FBGEMM updates inside backward."""
+    update = f"tables {', '.join(table.name for table in kernel.group.tables[:3])} are stepped by {kernel.optimizer} inside backward"
+    instead = f'give them compute_kernel="{CUSTOMIZED_KERNEL}" (planner.kernel=tiered) or "dense"'
+    findings = []
+    if kernel.optimizer not in (*STATELESS, *WITH_SUMS):
+        findings.append(f"{update}, of whose states nothing is known here: {instead}")
+    elif kernel.optimizer in WITH_SUMS and merge.row_states != "weights":
+        findings.append(f"{update}, whose sums no round merges: {instead}, or let each replica keep its own (row_states='weights')")
+    if period.smallest == 1:
+        findings.append(f"{update}, before replicas could average gradients, which k = {period} asks for: choose k > 1, or {instead}")
+    if clips_tables:
+        findings.append(f"{update}, before the norm of all gradients is known: choose clip_covers='dense', or {instead}")
+    return findings
 
 
 def counts_touches(group: RowGroup) -> bool:

@@ -50,6 +50,11 @@ class Period:
         return any(k == 1 and max(ks[:index], default=1) > 1 for index, k in enumerate(ks))
 
     @property
+    def smallest(self) -> int:
+        """The smallest k."""
+        return 1 if self._num_warmup_steps else min(k for _, k in self._stages)
+
+    @property
     def largest(self) -> int:
         """The largest k."""
         return max(k for _, k in self._stages)

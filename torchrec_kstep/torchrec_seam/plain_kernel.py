@@ -1,7 +1,7 @@
 """TorchRec's own compute kernels as a merge of replicas sees them: whose tables they are, their ids, weights and gradients.
 
 Upstream exports neither the kernels nor the lookups that hold them; `DenseKernelTables` reads the one flat parameter in which
-FBGEMM keeps all tables of a dense kernel.
+FBGEMM keeps all tables of a dense kernel, `FusedKernelTables` its views of the tables of a fused one.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_kstep.torchrec_seam.kernel import BaseEmbedding, GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec_kstep.torchrec_seam.sharding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
-__all__ = ["DenseKernelTables", "dense_kernels", "fused_optimizers", "on_backward", "unpooled_dense_tables"]
+__all__ = ["DenseKernelTables", "FusedKernelTables", "dense_kernels", "fused_kernels", "on_backward", "unpooled_dense_tables"]
 
 
 class DenseKernelTables:
@@ -59,6 +59,36 @@ class DenseKernelTables:
         return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
 
+class FusedKernelTables:
+    """The tables of one fused kernel, which updates them inside backward."""
+
+    def __init__(self, kernel: BaseEmbedding) -> None:
+        """Takes a kernel of `fused_kernels`."""
+        self._kernel = kernel
+
+    @property
+    def tables(self) -> list[ShardedEmbeddingTable]:
+        """The shards of tables, in the order of everything here."""
+        return list(self._kernel.config.embedding_tables)
+
+    @property
+    def optimizer(self) -> str:
+        """FBGEMM's name of the update."""
+        name: str = self._kernel.emb_module.optimizer.name
+        return name
+
+    def weights(self) -> list[torch.Tensor]:
+        """Returns `[num_rows, dim]` per table, views."""
+        return [weight.detach() for weight in self._kernel.emb_module.split_embedding_weights()]
+
+    def gradients(self) -> list[torch.Tensor] | None:
+        """There are none: they are used up inside backward."""
+        return None
+
+    def clear_gradients(self) -> None:
+        """There are none."""
+
+
 def dense_kernels(model: nn.Module) -> Iterator[tuple[str, BaseEmbedding]]:
     """Yields the dense kernels of pooled tables on this rank, each with the path of the tables' names, in the order of the plan.
 
@@ -76,14 +106,9 @@ def unpooled_dense_tables(model: nn.Module) -> list[str]:
     return [table.name for kernel in kernels for table in kernel.config.embedding_tables]
 
 
-def fused_optimizers(model: nn.Module) -> dict[str, str]:
-    """Returns FBGEMM's name of the optimizer of each table with a fused kernel on this rank."""
-    return {
-        table.name: kernel.emb_module.optimizer.name
-        for _, kernel in _kernels(model)
-        if isinstance(kernel, BatchedFusedEmbeddingBag | BatchedFusedEmbedding)
-        for table in kernel.config.embedding_tables
-    }
+def fused_kernels(model: nn.Module) -> Iterator[tuple[str, BaseEmbedding]]:
+    """Yields the fused kernels on this rank, as `dense_kernels` does."""
+    return ((path, kernel) for path, kernel in _kernels(model) if isinstance(kernel, BatchedFusedEmbeddingBag | BatchedFusedEmbedding))
 
 
 def on_backward(kernel: BaseEmbedding, call: Callable[[KeyedJaggedTensor], None]) -> None:
