@@ -35,15 +35,13 @@ class Columns:
     """Decoded rows, column by column.
 
     Attributes:
-        dense: `[num_dense, num_rows]` float32.
-        label: `[num_rows]` float32.
-        single: `[num_single, num_rows]` int32 or int64: the features with exactly one id a row, in schema order.
+        numbers: `[1 + num_dense, num_rows]` float32: the label, then the dense columns.
+        ids: `[num_single, num_rows]` int32 or int64: the features with exactly one id a row, in schema order.
         bags: the other features, by name.
     """
 
-    dense: npt.NDArray[np.float32]
-    label: npt.NDArray[np.float32]
-    single: npt.NDArray[np.integer]
+    numbers: npt.NDArray[np.float32]
+    ids: npt.NDArray[np.integer]
     bags: dict[str, "BagColumn"]
 
 
@@ -89,7 +87,7 @@ class ColumnsDecoder:
         self._row_groups = row_groups
         self._manifest = manifest
         self._begins = [0, *itertools.accumulate(group.num_rows for group in row_groups)]
-        self._label, self._dense, self._single = memory.columns(self._begins[-1])
+        self._numbers, self._ids = memory.columns(self._begins[-1])
         self._bags: list[list[Bags]] = [[] for _ in row_groups]
 
     def decode(self, place: int, permutation: npt.NDArray[np.int64] | None) -> None:
@@ -107,7 +105,7 @@ class ColumnsDecoder:
         where = f"{group.path}, row group {group.index}"
         stretch = slice(self._begins[place], self._begins[place + 1])
         names = ["label", *(column.name for column in self._manifest.dense), *(column.name for column in self._manifest.sparse)]
-        dense, single = iter(self._dense), iter(self._single)
+        out_of_numbers, out_of_ids = iter(self._numbers), iter(self._ids)
         sparse = {column.name: column for column in self._manifest.sparse}
         for name, values, is_known in self._read(group, names, where):
             column = sparse.get(name)
@@ -115,7 +113,7 @@ class ColumnsDecoder:
                 numbers = _numbers(values, name, where)
                 if name != "label" and not is_known:
                     _refuse_bad_numbers(name, numbers, where)
-                _permute(numbers, permutation, (self._label if name == "label" else next(dense))[stretch])
+                _permute(numbers, permutation, next(out_of_numbers)[stretch])
             elif column.is_bag:
                 bags = _lists(values, name, where)
                 if not is_known:
@@ -125,13 +123,13 @@ class ColumnsDecoder:
                 ids = _numbers(values, name, where)
                 if not is_known:
                     _refuse_bad_ids(column, ids, where)
-                _permute(ids, permutation, next(single)[stretch])
+                _permute(ids, permutation, next(out_of_ids)[stretch])
 
     def finish(self) -> Columns:
         """Returns the columns, once all row groups are decoded."""
         names = [column.name for column in self._manifest.sparse if column.is_bag]
         bags = {name: BagColumn.join([group[index] for group in self._bags]) for index, name in enumerate(names)}
-        return Columns(self._dense, self._label, self._single, bags)
+        return Columns(self._numbers, self._ids, bags)
 
     def _read(self, group: RowGroup, names: Sequence[str], where: str) -> Iterator[tuple[str, Any, bool]]:
         """Yields name and values of every column, and whether they are known to be right: checked when written, unchanged since."""

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_kstep.data.batch_memory import BatchMemory
 from torchrec_kstep.data.collate import Bags, ids_dtype, make_single_valued_batch, pad_batch
 from torchrec_kstep.data.columns import Columns
-from torchrec_kstep.data.order import Block, Order
+from torchrec_kstep.data.order import Block, Order, Share
 from torchrec_kstep.data.window_memory import WindowMemory
 from torchrec_kstep.types import Batch, FeatureSchema
 
@@ -42,7 +43,7 @@ class OwnRows:
         return replace(self, end=middle), replace(self, begin=middle)
 
     def copy(self, columns: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        """Copies the rows of `columns`, `[num_columns, num_rows_of_window]`, to `out`, `[num_columns, len(self)]` of any layout."""
+        """Copies the rows of `columns`, `[num_columns, num_rows_of_window]`, to `out`, `[num_columns, len(self)]`."""
         if isinstance(self.rows, np.ndarray):
             out[:] = columns.take(self.rows[self.begin : self.end], axis=1)
             return
@@ -97,24 +98,23 @@ class RowCursor:
             self._give_back(self._rest.memory)
 
 
-def gather(
-    pieces: Iterable[OwnRows], bag_names: Sequence[str], schema: FeatureSchema, num_rows: int, num_padded_rows: int, num_global_rows: int
-) -> Batch:
-    """Makes the batch that holds the `num_rows` rows of `pieces`, then padding rows; takes no piece before the last is copied."""
-    single = np.empty((len(schema.sparse) - len(bag_names), num_rows), dtype=ids_dtype(schema))
-    dense = np.empty((num_rows, schema.num_dense), dtype=np.float32)
-    label = np.empty(num_rows, dtype=np.float32)
+def gather(pieces: Iterable[OwnRows], bag_names: Sequence[str], schema: FeatureSchema, memory: BatchMemory, share: Share) -> Batch:
+    """Makes the batch of a share out of the rows of `pieces`; takes no piece before the last is copied."""
+    num_rows = share.num_rows
+    ids = memory.lend((len(schema.sparse) - len(bag_names), num_rows), np.dtype(ids_dtype(schema)))
+    numbers = memory.lend((1 + schema.num_dense, num_rows), np.dtype(np.float32))
     bags: dict[str, list[Bags]] = {name: [] for name in bag_names}
     end = 0
     for piece in pieces:
         begin, end = end, end + len(piece)
-        piece.copy(piece.columns.single, single[:, begin:end])
-        piece.copy(piece.columns.dense, dense[begin:end].T)
-        piece.copy(piece.columns.label[None], label[None, begin:end])
+        piece.copy(piece.columns.ids, ids[:, begin:end])
+        piece.copy(piece.columns.numbers, numbers[:, begin:end])
         for name in bag_names:
             bags[name].append(piece.bags(name))
+    # Columns one after the other, as they lie in the file: what multiplies a matrix with them takes either layout.
+    dense, label = numbers[1:].T, numbers[0]
     if not bag_names:
-        return make_single_valued_batch(schema, dense, single, label, num_padded_rows, num_global_rows)
-    next_single = iter(single)
-    in_order = [Bags.join(bags[name]) if name in bags else Bags(next(next_single)) for name in schema.sparse_names]
-    return pad_batch(schema, dense, in_order, label, num_padded_rows, num_global_rows)
+        return make_single_valued_batch(schema, dense, ids, label, share.num_padded_rows, share.num_global_rows)
+    next_ids = iter(ids)
+    in_order = [Bags.join(bags[name]) if name in bags else Bags(next(next_ids)) for name in schema.sparse_names]
+    return pad_batch(schema, dense, in_order, label, share.num_padded_rows, share.num_global_rows)

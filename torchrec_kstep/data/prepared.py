@@ -4,6 +4,7 @@ from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 
+from torchrec_kstep.data.batch_memory import BatchMemory
 from torchrec_kstep.data.columns import RowGroup
 from torchrec_kstep.data.dataset import BatchStream
 from torchrec_kstep.data.manifest import Manifest, check_files, read_manifest
@@ -40,6 +41,7 @@ class PreparedSet:
         self._shuffle_row_groups = shuffle_row_groups
         self._prefetch_batches = prefetch_batches
         self._spare_memory = SpareMemory(self.manifest)
+        self._batch_memory = BatchMemory()
         self._verified: set[RowGroup] = set()
         self._row_groups = {split: _row_groups(folder, self.manifest, split, limit if split == "train" else 0) for split in SPLITS}
 
@@ -81,8 +83,7 @@ class PreparedSet:
         windows = source.decode(order, num_own_rows_before(order, num_rows, start_step))
         with closing(RowCursor(windows, self._spare_memory.give_back)) as cursor:
             for share in shares(order, num_rows, start_step):
-                pieces = cursor.next_rows(share.num_rows)
-                yield gather(pieces, bag_names, self._schema, share.num_rows, share.num_padded_rows, share.num_global_rows)
+                yield gather(cursor.next_rows(share.num_rows), bag_names, self._schema, self._batch_memory, share)
 
 
 def _row_groups(folder: Path, manifest: Manifest, split: Split, limit: int) -> list[RowGroup]:

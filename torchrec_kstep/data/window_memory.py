@@ -19,17 +19,15 @@ class WindowMemory:
         """Allocates room for `capacity_rows` rows of the single-valued columns of a set; pages come when they are written."""
         single = [column for column in manifest.sparse if not column.is_bag]
         self.capacity_rows = capacity_rows
-        self._num_dense, self._num_single = len(manifest.dense), len(single)
-        self._label = np.empty(capacity_rows, dtype=np.float32)
-        self._dense = np.empty(self._num_dense * capacity_rows, dtype=np.float32)
-        self._single = np.empty(self._num_single * capacity_rows, dtype=ids_dtype(manifest.feature_schema()))
+        self._num_numbers, self._num_single = 1 + len(manifest.dense), len(single)
+        self._numbers = np.empty(self._num_numbers * capacity_rows, dtype=np.float32)
+        self._ids = np.empty(self._num_single * capacity_rows, dtype=ids_dtype(manifest.feature_schema()))
 
-    def columns(self, num_rows: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[Any]]:
-        """Returns contiguous `[num_rows]` labels, `[num_dense, num_rows]` numbers and `[num_single, num_rows]` ids in this memory."""
+    def columns(self, num_rows: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[Any]]:
+        """Returns contiguous `[1 + num_dense, num_rows]` numbers and `[num_single, num_rows]` ids in this memory."""
         return (
-            self._label[:num_rows],
-            self._dense[: self._num_dense * num_rows].reshape(self._num_dense, num_rows),
-            self._single[: self._num_single * num_rows].reshape(self._num_single, num_rows),
+            self._numbers[: self._num_numbers * num_rows].reshape(self._num_numbers, num_rows),
+            self._ids[: self._num_single * num_rows].reshape(self._num_single, num_rows),
         )
 
 
