@@ -13,7 +13,7 @@ from pathlib import Path
 from torchrec_kstep.config.load import main
 from torchrec_kstep.config.schema import StudyConfig
 from torchrec_kstep.studies.cells import Cell, cells_of
-from torchrec_kstep.studies.page import page, table
+from torchrec_kstep.studies.page import auc_chart, page, table
 from torchrec_kstep.studies.results import Result, read_result, summarize
 from torchrec_kstep.units import format_seconds
 
@@ -80,6 +80,7 @@ def _write(config: StudyConfig, cells: list[Cell], results: dict[str, Result], w
     for name, text in (
         ("study.md", table(summaries, config.axis, config.points)),
         ("study.html", page(f"Study {config.name}", summaries, config.axis, config.points)),
+        ("study.svg", auc_chart(f"Study {config.name}", summaries, config.axis, config.points)),
     ):
         partial = work / f"{name}.tmp"
         partial.write_text(text, encoding="utf-8")

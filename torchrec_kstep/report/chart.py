@@ -93,7 +93,7 @@ def line_chart(
 def chart_file(title: str, series: Sequence[Series], x_label: str, x_names: Sequence[str] = ()) -> str:
     """Draws curves as an SVG file of its own, title and legend included: for documents."""
     figure = line_chart(title, series, x_label, x_names=x_names)
-    chart = figure[figure.index("<svg") : figure.index("</svg>")].split(">", 1)[1]
+    chart = figure.partition("<svg")[2].partition(">")[2].partition("</svg>")[0]  # nothing, where nothing is recorded
     colours = "".join(f"--series-{index}:{colour};" for index, colour in enumerate(COLOURS))
     style = (
         f"svg{{{colours}font:12px sans-serif}} text{{fill:#5f666d}} .grid{{stroke:#e2e4e6}} .pointer{{visibility:hidden}} "

@@ -4,7 +4,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 from torchrec_kstep.report.assets import SCRIPT, STYLE
-from torchrec_kstep.report.chart import Series, line_chart
+from torchrec_kstep.report.chart import Series, chart_file, line_chart
 from torchrec_kstep.studies.results import Summary
 
 Summaries = Mapping[tuple[str, str], Summary]
@@ -30,28 +30,30 @@ def _cell(one: Summary) -> str:
     return f"{one.auc:.4f}{spread} / {one.logloss:.4f} ({one.minutes:.1f}){'*' if one.num_steps < FEW_STEPS else ''}"
 
 
+def auc_chart(title: str, summaries: Summaries, axis: str, points: Sequence[str]) -> str:
+    """Returns an SVG file: test AUC over the points that were run, a curve per model and variant."""
+    shown = [point for point in points if any(point == one for _, one in summaries)]
+    return chart_file(f"{title}: test AUC", _series(summaries, shown, "auc"), axis, x_names=shown)
+
+
+def _series(summaries: Summaries, points: Sequence[str], value: str) -> list[Series]:
+    curves = list(dict.fromkeys(curve for curve, _ in summaries))
+    found = {
+        curve: [
+            (float(index), getattr(summaries[curve, point], value)) for index, point in enumerate(points) if (curve, point) in summaries
+        ]
+        for curve in curves
+    }
+    return [Series(curve, colour, found[curve]) for colour, curve in enumerate(curves)]
+
+
 def page(title: str, summaries: Summaries, axis: str, points: Sequence[str]) -> str:
     """Returns a page with AUC, LogLoss and minutes over the axis, a curve per model and variant; it loads nothing from anywhere."""
     curves = list(dict.fromkeys(curve for curve, _ in summaries))
-
-    def series(value: str) -> list[Series]:
-        return [
-            Series(
-                curve,
-                colour,
-                [
-                    (float(index), getattr(summaries[curve, point], value))
-                    for index, point in enumerate(points)
-                    if (curve, point) in summaries
-                ],
-            )
-            for colour, curve in enumerate(curves)
-        ]
-
     charts = [
-        line_chart("Test AUC", series("auc"), axis, digits=5, x_names=points),
-        line_chart("Test LogLoss, nats", series("logloss"), axis, digits=5, x_names=points),
-        line_chart("Minutes in the training loop", series("minutes"), axis, from_zero=True, x_names=points),
+        line_chart("Test AUC", _series(summaries, points, "auc"), axis, digits=5, x_names=points),
+        line_chart("Test LogLoss, nats", _series(summaries, points, "logloss"), axis, digits=5, x_names=points),
+        line_chart("Minutes in the training loop", _series(summaries, points, "minutes"), axis, from_zero=True, x_names=points),
     ]
     legend = "".join(
         f'<p><i class="swatch" style="background:var(--series-{index % 6})"></i>{html.escape(curve)}</p>'

@@ -10,7 +10,7 @@ from torchrec_kstep import study
 from torchrec_kstep.config.schema import StudyConfig
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.studies.cells import Cell, cells_of
-from torchrec_kstep.studies.page import page, table
+from torchrec_kstep.studies.page import auc_chart, page, table
 from torchrec_kstep.studies.results import Result, read_result, summarize
 
 GRID = StudyConfig(
@@ -113,4 +113,15 @@ def test_finished_runs_are_kept_and_failures_do_not_stop_the_others(
     assert study.run(config) == 1
     assert trained == [cells[1].name]
     assert (tmp_path / "study.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "study.svg").read_text().startswith("<svg")
     assert "| deepfm, plain |" in (tmp_path / "study.md").read_text()
+
+
+def test_the_chart_for_documents_shows_the_points_that_were_run() -> None:
+    cells = cells_of(GRID)
+    results = {cell.name: Result(0.8, 0.4, 100, 60.0) for cell in cells if cell.point == "64"}
+    chart = auc_chart("Toy", summarize(cells, results), GRID.axis, GRID.points)
+    assert ">64<" in chart
+    assert ">32<" not in chart
+    assert "deepfm, plain" in chart
+    assert auc_chart("Toy", {}, GRID.axis, GRID.points).startswith("<svg")
