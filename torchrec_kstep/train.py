@@ -212,6 +212,8 @@ def run_shape(
     """What the plan of a run depends on besides its tables; its data is read where the plan is made."""
 
     def usage() -> Usage:
+        if not config.planner.trace_rows:
+            return Usage()
         num_batches = math.ceil(config.planner.trace_rows / config.train.batch_size)
         stream = dataset.batches("train", replace(batch_order(config, World()), shuffle=config.data.shuffle, seed=config.train.seed))
         with closing(iter(stream)) as batches:

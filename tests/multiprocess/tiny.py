@@ -91,7 +91,7 @@ def tiny_config(**changes: Any) -> RunConfig:
     config = RunConfig(
         data=DataConfig(name="tiny"),
         model=ModelConfig(name="deepfm", embedding_dim=8, mlp=[16, 8], dropout=0.2),
-        planner=PlannerConfig(kernel="dense", sharding="table_wise"),
+        planner=PlannerConfig(kernel="dense", sharding="table_wise", trace_rows=0),  # the data set notes every row that is read
         optim=OptimConfig(lr=0.01, embedding_lr=0.02, schedule="cosine", warmup_steps=3),
         train=TrainConfig(batch_size=32, eval_batch_size=16, epochs=2, log_every_steps=3, early_stop_patience=0),
         checkpoint=CheckpointConfig(keep=2),
