@@ -160,7 +160,13 @@ class CheckpointManager:
             DamagedCheckpointError: on all ranks: a file is missing or damaged (named).
             CheckpointError: on all ranks: the checkpoint is of another data set, model or optimizer (with what differs).
         """
-        return self._load(self._check(step, dmp, optimizer, reads_all=False))
+        try:
+            return self._load(self._check(step, dmp, optimizer, reads_all=False))
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(
+                f"checkpoint of step {step}: {error}; put the file back from a copy, or start again: a run continues from its newest "
+                "checkpoint that is whole"
+            ) from error
 
     def _check(self, step: int, dmp: DistributedModelParallel, optimizer: KeyedOptimizer, reads_all: bool) -> "_Checked":
         """Makes sure that the checkpoint of `step` is whole and that of this run. Changes nothing. Collective."""

@@ -23,7 +23,7 @@ from torchrec_kstep.checkpoint.state import Slot
 from torchrec_kstep.errors import CheckpointError, DamagedCheckpointError, StorageError
 from torchrec_kstep.ops.row_group import record_fields
 from torchrec_kstep.sharding.tiered.rows_tensor import RowBlock, RowsTensor
-from torchrec_kstep.storage.snapshot import Snapshot, read_manifest, snapshot_manifest
+from torchrec_kstep.storage.snapshot import Snapshot, length_faults, read_manifest, snapshot_manifest
 from torchrec_kstep.storage.tiered_tables import TieredTables
 
 SNAPSHOT_NAME = re.compile(r"checkpoint-([0-9a-f]{12})-(\d{10})")
@@ -291,20 +291,27 @@ def check_snapshot(paths: Sequence[str], reference: StoreReference, reads_all: b
     if not manifest.is_file():
         raise DamagedCheckpointError(f"{where}: {manifest} is missing, expected one with sha256 {reference.manifest_sha256[:16]}...")
     try:
-        found = hashlib.sha256(read_manifest(paths, reference.snapshot)).hexdigest()
+        content = read_manifest(paths, reference.snapshot)
+        found = hashlib.sha256(content).hexdigest()
         if found != reference.manifest_sha256:
             raise DamagedCheckpointError(
                 f"{where}: {manifest} does not match its checksum: expected sha256 {reference.manifest_sha256[:16]}..., got {found[:16]}..."
             )
+        if lost := length_faults(paths, reference.snapshot, json.loads(content.splitlines()[0])):
+            raise DamagedCheckpointError(f"{where}: {_first_of(lost)}")
         snapshot = Snapshot.open(paths, reference.snapshot)
         failures = snapshot.verify().failures if reads_all else ()
         num_bytes = sum(segment.file_bytes for segment in snapshot.segments())
     except StorageError as error:
         raise DamagedCheckpointError(f"{where}: {error}") from error
     if failures:
-        more = f"; and {len(failures) - 1} more faults" if len(failures) > 1 else ""
-        raise DamagedCheckpointError(f"{where}: {failures[0]}{more}")
+        raise DamagedCheckpointError(f"{where}: {_first_of(failures)}")
     return num_bytes
+
+
+def _first_of(faults: Sequence[str]) -> str:
+    more = len(faults) - 1
+    return faults[0] + (f"; and {more} more {'fault' if more == 1 else 'faults'}" if more else "")
 
 
 HOW_TO_CHANGE = (

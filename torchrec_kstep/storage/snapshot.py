@@ -1,7 +1,7 @@
 """Snapshot: a committed state of a row store, read without a lock, also while another process trains on it."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -206,6 +206,7 @@ class Snapshot:
         return found if isinstance(found, dict) else {"note": self.manifest["metadata"]}
 
 
+_RECORD_TAIL_BYTES = 20  # docs/format.md
 _ROWS_PER_WINDOW = 1 << 22  # row ids looked through at a time
 
 
@@ -230,18 +231,46 @@ def snapshot_manifest(paths: Sequence[str | Path], name: str) -> Path:
     return Path(paths[0]) / "snapshots" / name / "MANIFEST"
 
 
-def refuse_lost_headers(paths: Sequence[str | Path]) -> None:
-    """Makes sure that no path would be taken for a new store's although snapshots lie there.
+def length_faults(paths: Sequence[str | Path], name: str, manifest: Mapping[str, Any]) -> list[str]:
+    """Compares the files of a snapshot with the lengths in its manifest; says which are missing or have another one.
+
+    Args:
+        paths: of the store.
+        name: of the snapshot.
+        manifest: its manifest, e.g. `Snapshot.manifest`.
+    """
+    faults = []
+    for log in manifest["logs"]:
+        folder = Path("snapshots") / name / f"log-{int(log['payload_bytes']) + _RECORD_TAIL_BYTES}"
+        for segment in log["segments"]:
+            file = Path(paths[int(segment["path"])]) / folder / f"seg-{int(segment['id']):016x}.seg"
+            num_bytes = int(segment["file_bytes"])
+            if not file.is_file():
+                faults.append(f"{file} is missing, expected {num_bytes} bytes")
+            elif (found := file.stat().st_size) != num_bytes:
+                faults.append(f"{file} has {found} bytes, expected {num_bytes}")
+    return faults
+
+
+def check_headers(paths: Sequence[str | Path]) -> None:
+    """Makes sure that the header of each path that holds a store is sound, and that none was lost: a new one would hide all snapshots.
 
     Raises:
-        CorruptionError: the header of a store was lost.
+        CorruptionError: one is damaged or missing; says what to do.
     """
     for path in map(Path, paths):
+        remedy = f"put it back from a copy; or name other folders, or remove {path}, to give up what is there and start anew"
+        if (path / "STORE").exists():
+            try:
+                with store_errors([str(path)]):
+                    torch.classes.kstep.Snapshot.header(str(path))
+            except CorruptionError as error:
+                raise CorruptionError(f"{error}: {remedy}") from error
         folder = path / "snapshots"
         if not (path / "STORE").exists() and folder.is_dir() and any(folder.iterdir()):
             raise CorruptionError(
                 f"{path / 'STORE'}, the header of a row store, is missing, although {len(list(folder.iterdir()))} snapshots lie beside it: "
-                f"put it back from a copy; or name other folders, or remove {path}, to give up what is there and start anew"
+                f"{remedy}"
             )
 
 

@@ -21,7 +21,7 @@ from torchrec_kstep.storage._errors import store_errors
 from torchrec_kstep.storage.division import RecordLayout, divide_dram, payload_bytes
 from torchrec_kstep.storage.estimate import estimate
 from torchrec_kstep.storage.segments import SegmentInfo, SpaceUsage
-from torchrec_kstep.storage.snapshot import Snapshot, refuse_lost_headers
+from torchrec_kstep.storage.snapshot import Snapshot, check_headers
 from torchrec_kstep.storage.stats import StoreStats
 from torchrec_kstep.tier_config import TierConfig
 from torchrec_kstep.units import format_bytes
@@ -88,7 +88,7 @@ class TieredTables(RowGroup):
 
         Raises:
             ConfigError: a table differs from the snapshot's, or the paths are not those of one store.
-            CorruptionError: the snapshot is damaged, or a path has snapshots and no header.
+            CorruptionError: the snapshot is damaged, or a header is damaged or lost.
             StorageError: another process has the store open, there is no such snapshot, or the medium fails.
         """
         _library.load()
@@ -99,7 +99,7 @@ class TieredTables(RowGroup):
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StorageIOError(f"cannot make the folder for the row store at {path}: {error}; {_FOLDERS_HINT}") from error
-        refuse_lost_headers(tiers.ssd_paths)
+        check_headers(tiers.ssd_paths)
         layouts = [RecordLayout.of(payload_bytes(table, optimizer), config.num_segment_bytes) for table in tables]
         cache_bytes = divide_dram(tables, [layout.slot_bytes for layout in layouts], tiers.dram_bytes)
         options = native_options(config, tiers.ssd_bytes)

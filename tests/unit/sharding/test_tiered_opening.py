@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchrec_kstep.errors import StorageIOError
 from torchrec_kstep.ops.batch import TableSpec
 from torchrec_kstep.optim_spec import AdamSpec
 from torchrec_kstep.sharding.tiered.opening import OpenOnSsd
@@ -24,3 +25,10 @@ def test_the_smallest_store_of_a_model_still_has_room_for_its_segments(tmp_path:
         group.replay(group.dedup(torch.arange(5), torch.tensor([0, 5]), [0]))
         group.snapshot("one")
         assert group.snapshots() == ["one"]
+
+
+def test_a_path_that_is_a_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "drive").write_text("")
+    opener = OpenOnSsd(TierConfig("1MiB", [tmp_path / "drive"], segment_bytes="1MiB"), World())
+    with pytest.raises(StorageIOError, match=r"drive/small/rank-0.*name folders in ssd_paths, one per drive"):
+        opener("small", TABLES, AdamSpec(lr=0.1), StoreShare())
