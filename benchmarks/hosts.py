@@ -215,6 +215,10 @@ class Hosts:
             raise HostsError(f"{self.num_hosts} hosts x {self.ranks_per_host} ranks: {' '.join(command)}\n{result.report()}")
         return result
 
+    def sent_bytes(self) -> list[list[int]]:
+        """Returns the bytes that have left through each link's interface on each host since the cluster was made."""
+        return [[sent for sent, _, _ in link] for link in self._counters()]
+
     def execute(self, host: int, command: Sequence[str], *, deadline_s: float = 30.0) -> str:
         """Runs one plain command inside a host's namespace and returns its stdout.
 
