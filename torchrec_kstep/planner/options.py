@@ -15,19 +15,21 @@ _FEW_RANKS = 16  # up to here column shards may begin at any rank
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a user allows for one table.
+    """What a user allows for one table, and what is known of good places for it.
 
     Attributes:
         shardings: types that may be used, at least one.
         tiers: where rows may rest, at least one.
         min_columns: of a column shard; None: as the search likes.
         cached_rows: rows in the tier above, of the whole table; None: as the search likes.
+        places: (sharding, ranks) that are options besides those that are looked at anyway.
     """
 
     shardings: tuple[Sharding, ...]
     tiers: tuple[Tier, ...]
     min_columns: int | None = None
     cached_rows: float | None = None
+    places: tuple[tuple[Sharding, tuple[int, ...]], ...] = ()
 
 
 def options_of(table: Table, setup: StepSetup, wishes: Wishes, on_device: bool) -> tuple[Option, ...]:
@@ -41,11 +43,11 @@ def options_of(table: Table, setup: StepSetup, wishes: Wishes, on_device: bool) 
     def work(sharding: Sharding, num_shards: int, tier: Tier, cached_rows: float) -> ShardWork:
         return shard_work(table, setup, sharding, num_shards, tier, cached_rows, on_device)
 
+    places = [(sharding, ranks) for sharding in wishes.shardings for ranks in rank_sets(sharding, setup, table.dim, wishes.min_columns)]
     found = []
-    for sharding in wishes.shardings:
-        for ranks in rank_sets(sharding, setup, table.dim, wishes.min_columns):
-            for tier, cached_rows in _tier_choices(table, sharding, wishes, on_device):
-                found.append(Option(sharding, ranks, tier, cached_rows, work(sharding, len(ranks), tier, cached_rows)))
+    for sharding, ranks in dict.fromkeys([*places, *wishes.places]):
+        for tier, cached_rows in _tier_choices(table, sharding, wishes, on_device):
+            found.append(Option(sharding, ranks, tier, cached_rows, work(sharding, len(ranks), tier, cached_rows)))
     return tuple(found)
 
 

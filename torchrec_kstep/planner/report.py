@@ -1,5 +1,6 @@
 """A plan for people and for tests: every shard with its rank, rows, columns and bytes."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -95,11 +96,13 @@ def check_tiling(plan: ShardingPlan, tables: Mapping[str, Sequence[EmbeddingBagC
     Returns:
         One finding per fault, each naming the table; an empty list where all is well.
     """
-    shards = placed_shards(plan, tables)
+    by_table: dict[tuple[str, str], list[PlacedShard]] = {}
+    for shard in placed_shards(plan, tables):
+        by_table.setdefault((shard.path, shard.table), []).append(shard)
     findings = []
     for path, configs in tables.items():
         for table in configs:
-            own = [shard for shard in shards if shard.path == path and shard.table == table.name]
+            own = by_table.get((path, table.name), [])
             if not own:
                 findings.append(f"table {table.name!r} of {path!r} is missing from the plan")
             elif own[0].is_replica:
@@ -114,16 +117,17 @@ def check_tiling(plan: ShardingPlan, tables: Mapping[str, Sequence[EmbeddingBagC
 def _tiling_faults(table: EmbeddingBagConfig, shards: Sequence[PlacedShard]) -> list[str]:
     """Finds overlaps, gaps and overhang of non-empty rectangles."""
     faults = []
+    shards = sorted(shards, key=lambda shard: shard.row_start)
     for index, a in enumerate(shards):
         is_within_rows = 0 <= a.row_start <= a.row_start + a.num_rows <= table.num_embeddings
         is_within_columns = 0 <= a.column_start <= a.column_start + a.num_columns <= table.embedding_dim
         if not (is_within_rows and is_within_columns):
             extent = f"{table.num_embeddings} x {table.embedding_dim}"
             faults.append(f"table {table.name!r}: the shard of rank {a.rank} reaches outside of its {extent} elements")
-        for b in shards[index + 1 :]:
-            rows_meet = a.row_start < b.row_start + b.num_rows and b.row_start < a.row_start + a.num_rows
-            columns_meet = a.column_start < b.column_start + b.num_columns and b.column_start < a.column_start + a.num_columns
-            if rows_meet and columns_meet:
+        for b in itertools.islice(shards, index + 1, None):
+            if b.row_start >= a.row_start + a.num_rows:
+                break  # and so do all behind it, which begin no earlier
+            if a.column_start < b.column_start + b.num_columns and b.column_start < a.column_start + a.num_columns:
                 faults.append(f"table {table.name!r}: the shards of ranks {a.rank} and {b.rank} overlap")
     covered = sum(shard.num_rows * shard.num_columns for shard in shards)
     expected = table.num_embeddings * table.embedding_dim

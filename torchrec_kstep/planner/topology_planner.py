@@ -21,6 +21,7 @@ from torchrec_kstep.errors import PlanError, TopologyError
 from torchrec_kstep.planner.checks import check_plan, check_tiers
 from torchrec_kstep.planner.emit import sharding_plan
 from torchrec_kstep.planner.forecast import Forecast, forecast
+from torchrec_kstep.planner.known_plans import known_places, start_of, with_places
 from torchrec_kstep.planner.misfit import misfit_text
 from torchrec_kstep.planner.options import Wishes, classes_of
 from torchrec_kstep.planner.placement import PlacedTable, Placement, PoolUse
@@ -88,6 +89,7 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         calibration: Calibration | None = None,
         cache_folder: Path | None = None,
         callbacks: Sequence[Callable[[Placement], None]] = (),
+        known_plans: Sequence[ShardingPlan] = (),
     ) -> None:
         """Keeps what plans are made from.
 
@@ -99,6 +101,8 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
             calibration: coefficients of the software that were fitted to runs; None: the defaults.
             cache_folder: where plans are kept; the same task on the same machines is then planned once.
             callbacks: called with each placement that was made or found.
+            known_plans: of the same task on the same ranks, e.g. TorchRec's: the search starts from them too, so what it finds is not
+                predicted to be slower than any of them whose rows rest in the highest tier and fit.
         """
         self.topology, self.job = topology, job
         self.constraints = dict(constraints or {})
@@ -109,6 +113,7 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         self._coefficients = Coefficients() if calibration is None else calibration.coefficients
         self._cache = None if cache_folder is None else PlanCache(cache_folder)
         self._callbacks = tuple(callbacks)
+        self._known_plans = tuple(known_plans)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plans in this process alone.
@@ -159,14 +164,17 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         priced = [self._table(config, fusion.state_bytes(config.embedding_dim), uniform) for _, config in named]
         self._priced = (setup, priced)
         wishes = [self._wishes(path, config, tables, sharders) for path, config in named]
+        known = [known_places(plan, named) for plan in self._known_plans]
+        if known:  # equal tables with different known places stay alike: each may take the places of all
+            wishes = with_places(priced, wishes, known)
         key = self._key(setup, named, priced, wishes)
-        if self._cache is not None and (known := self._cache.read(key)) is not None:
-            return known
+        if self._cache is not None and (kept := self._cache.read(key)) is not None:
+            return kept
         machine = self.machine(setup)
         if _has_room_on_top(machine, priced):
             wishes = [wish if wish.cached_rows is not None else replace(wish, tiers=wish.tiers[:1]) for wish in wishes]
         problem = Problem(machine, classes_of(priced, setup, wishes, machine.on_device))
-        solution = solve(problem)
+        solution = solve(problem, starts=[start_of(problem, places) for places in known])
         if solution.score.overflow > 0:
             raise PlanError(misfit_text(problem, solution, priced, self.topology, self.job.kernel))
         placement = self._placement(key, named, priced, problem, solution)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torchrec.distributed.planner import types as planner_types
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError, Topology
@@ -17,6 +18,7 @@ from torchrec.distributed.planner.utils import placement
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 
 __all__ = [
+    "EmbeddingEnumerator",
     "FixedPercentageStorageReservation",
     "NoopEmbeddingStats",
     "PlannerError",

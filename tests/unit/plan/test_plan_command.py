@@ -67,3 +67,36 @@ def test_a_table_of_words() -> None:
     ]
     with pytest.raises(ConfigError):
         plan.parse_table("rows=x,dim=8", 0)
+
+
+def test_what_if_there_were_sixteen_hosts_that_merge_every_twenty_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--k 20 --hosts 16`: its rounds cost something but less than sharing one model."""
+    tables = ["--table", "rows=2e6,dim=64,ids=2,count=8"]
+    assert plan.main(["--topology", "two_socket_cpu", "--hosts", "16", "--k", "20", "--ranks-per-host", "2", *tables]) == 0
+    merged = capsys.readouterr().out
+    assert "merge rounds, spread over their steps" in merged
+    assert plan.main(["--topology", "two_socket_cpu", "--hosts", "16", "--k", "0,20", "--ranks-per-host", "2", *tables]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    header = next(index for index, line in enumerate(lines) if line[:3] == ["hosts", "k", "ranks"])
+    shared, every_twenty = lines[header + 1], lines[header + 2]
+    assert shared[:3] == ["16", "-", "32"]
+    assert every_twenty[:3] == ["16", "20", "32"]
+
+
+def test_explanations_name_table_tier_hits_and_what_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Why a table goes to SSD: the reason is the share of ids that its cache meets, and the reads that are left."""
+    arguments = ["--topology", "small_cpu", "--dram", "200MiB", "--table", "rows=3e6,dim=32,ids=1,name=rare"]
+    assert plan.main([*arguments, "--table", "rows=2e5,dim=32,ids=20,name=hot"]) == 0
+    told = capsys.readouterr().out
+    line = next(text for text in told.splitlines() if text.startswith("- rare goes to SSD"))
+    assert "rows cached" in line
+    assert "of its ids" in line
+    assert "rows per step" in line
+    assert "- hot stays in dram" in told or "- hot goes to SSD" in told
+
+
+def test_a_table_that_no_host_holds_is_told_with_bytes_and_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--topology", "small_cpu", "--table", "rows=4e9,dim=16,name=huge"]) == 1
+    said = capsys.readouterr().err
+    for part in ("'huge'", "short", "needed", "usable", "what would make it fit"):
+        assert part in said

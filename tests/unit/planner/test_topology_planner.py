@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CacheParams
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import PoolingType
 
+from tests.planners import SMALL, SOCKETS, planner, sharders, task
 from torchrec_kstep.config.load import load
-from torchrec_kstep.config.schema import OptimConfig, PlannerConfig, RunConfig
+from torchrec_kstep.config.schema import PlannerConfig, RunConfig
 from torchrec_kstep.errors import ConfigError, PlanError, TopologyError
 from torchrec_kstep.planner.checks import check_plan
 from torchrec_kstep.planner.emit import TieredParameterSharding, sharding_plan
@@ -26,34 +24,11 @@ from torchrec_kstep.planner.plan import plan_alone
 from torchrec_kstep.planner.plan_cache import load_placement
 from torchrec_kstep.planner.report import check_tiling, placed_shards
 from torchrec_kstep.planner.tables import find_tables
-from torchrec_kstep.planner.topology_planner import Job, TopologyShardingPlanner
-from torchrec_kstep.sharding import build_sharders
-from torchrec_kstep.topology import ClusterTopology, Link, find_topology, load_topology
+from torchrec_kstep.topology import Link, find_topology, load_topology
 from torchrec_kstep.world import World
 
-SMALL = load_topology(find_topology("small_cpu"))
-SOCKETS = load_topology(find_topology("two_socket_cpu"))
 ROWS = [1_000, 160, 10_000_000, 1_000_000, 5]
 SHAPES = {"1x1": (SMALL, 1, 1), "1x2": (SMALL, 2, 2), "4x2": (SOCKETS, 8, 2)}
-
-
-def task(rows: list[int], dim: int = 32, pooling: PoolingType = PoolingType.SUM) -> nn.Module:
-    tables = [
-        EmbeddingBagConfig(name=f"t{index}", feature_names=[f"f{index}"], num_embeddings=num, embedding_dim=dim, pooling=pooling)
-        for index, num in enumerate(rows)
-    ]
-    return nn.Sequential(EmbeddingBagCollection(tables=tables, device=torch.device("meta")), nn.Linear(8, 8))
-
-
-def sharders(kernel: str) -> list[Any]:
-    return build_sharders(PlannerConfig(kernel=kernel), OptimConfig(embedding="adagrad" if kernel == "fused" else "adam"))
-
-
-def planner(topology: ClusterTopology = SMALL, world: int = 2, per_host: int = 2, **options: Any) -> TopologyShardingPlanner:
-    job = {name: options.pop(name) for name in list(options) if name in Job.__dataclass_fields__}
-    return TopologyShardingPlanner(
-        topology, Job(**{"batch_size": 256, "world_size": world, "local_world_size": per_host, **job}), **options
-    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -25,10 +25,11 @@ def complete(problem: Problem, choice: Choice, doublings: int = 2) -> Choice:
         loads += counts @ own_loads
         use += counts @ own_use
         weight[members] = problem.step_seconds(own_loads)[0].min() + problem.overflow(own_use).min()
+    room = _Room(problem)
     order = sorted((table for table in range(problem.num_tables) if choice[table] < 0), key=lambda table: (-weight[table], table))
     for table in order:
         own_loads, own_use = problem.tables_of(int(problem.class_of[table]))
-        best = _best(problem, loads + own_loads, use + own_use, doublings)
+        best = _best(problem, room.added(own_loads, loads), use + own_use, doublings)
         choice[table] = best
         loads = loads + own_loads[best]
         use = use + own_use[best]
@@ -51,6 +52,7 @@ def improved(problem: Problem, choice: Choice, max_sweeps: int, doublings: int =
     """Moves one table at a time until no move makes the step shorter, by the norm of order 2^doublings."""
     choice = choice.copy()
     loads, use = problem.totals(choice)
+    room = _Room(problem)
     for _ in range(max_sweeps):
         has_moved = False
         for index, group in enumerate(problem.classes):
@@ -58,7 +60,7 @@ def improved(problem: Problem, choice: Choice, max_sweeps: int, doublings: int =
             for option in np.unique(choice[list(group.tables)]):
                 while True:  # each move lowers the score, so this ends
                     rest_loads, rest_use = loads - own_loads[option], use - own_use[option]
-                    best = _best(problem, rest_loads + own_loads, rest_use + own_use, doublings, stay=int(option))
+                    best = _best(problem, room.added(own_loads, rest_loads), rest_use + own_use, doublings, stay=int(option))
                     if best == option:
                         break
                     table = next(table for table in group.tables if choice[table] == option)
@@ -86,6 +88,18 @@ def improved_by_pairs(problem: Problem, choice: Choice, max_moves: int) -> Choic
             use = use + own_use[option] - own_use[choice[table]]
             choice[table] = option
     return choice
+
+
+class _Room:
+    """Memory for sums of loads, used again and again: fresh memory for large matrices costs more than the sums."""
+
+    def __init__(self, problem: Problem) -> None:
+        num_options = max((len(group.options) for group in problem.classes), default=0)
+        self._matrix = np.empty((num_options, problem.base_loads.size))
+
+    def added(self, own_loads: Matrix, rest: Vector) -> Matrix:
+        """Returns `own_loads + rest`, good until the next call."""
+        return np.add(own_loads, rest, out=self._matrix[: len(own_loads)])
 
 
 def _best_pair(problem: Problem, choice: Choice, loads: Vector, use: Vector) -> list[tuple[int, int]] | None:

@@ -88,6 +88,7 @@ class Problem:
         self._fixed = np.array([phase.fixed_s for phase in self._phases])
         self.fixed_s = sum(phase.fixed_s for phase in machine.phases if not phase.resources)
         self.base_loads: Vector = np.concatenate([phase.base_s for phase in self._phases]) if self._phases else np.zeros(0)
+        self._mean = np.full(self.base_loads.size, 1 / max(self.base_loads.size, 1))
         self.capacities = np.maximum(machine.capacities_bytes, 1.0)
         self._cache: dict[int, tuple[Matrix, Matrix]] = {}
         self._cached_bytes = 0
@@ -146,7 +147,7 @@ class Problem:
         if doublings:
             powers = loads * 1e3  # milliseconds, so that high powers stay within range
             for _ in range(doublings):
-                powers = powers * powers
+                np.multiply(powers, powers, out=powers)  # in place: fresh memory for large matrices costs more than the products
             phases = np.add.reduceat(powers, self._starts, axis=1) ** (0.5**doublings) * 1e-3 + self._fixed
         else:
             phases = np.maximum.reduceat(loads, self._starts, axis=1) + self._fixed
@@ -154,7 +155,7 @@ class Problem:
         tiers = phases[:, self._is_tiers].sum(axis=1)
         step = np.maximum(chain, tiers) if self.machine.prefetch else chain + tiers
         # Where drives wait on the chain or the chain on drives, the one that is hidden still breaks ties.
-        tie = _TIE_SHARE * (loads.mean(axis=1) + np.minimum(chain, tiers))
+        tie = _TIE_SHARE * (loads @ self._mean + np.minimum(chain, tiers))
         return step, tie
 
     def resource_weights(self, loads: Vector, order: float, tier_share: float | None) -> tuple[Vector, float]:

@@ -1,5 +1,6 @@
 """Chooses the search by the size of the problem, and says how far from the best its result can be."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +47,7 @@ class Solution:
         return max(self.score.step_s / self.bound_s - 1, 0.0)
 
 
-def solve(problem: Problem, max_exhaustive: int = _MAX_EXHAUSTIVE) -> Solution:
+def solve(problem: Problem, max_exhaustive: int = _MAX_EXHAUSTIVE, starts: Sequence[npt.NDArray[np.int64]] = ()) -> Solution:
     """Searches for the placement with the shortest step. The same problem always gives the same answer.
 
     Small problems are solved exactly: by pricing every assignment, or by a mixed-integer program. Larger ones start from the
@@ -56,6 +57,7 @@ def solve(problem: Problem, max_exhaustive: int = _MAX_EXHAUSTIVE) -> Solution:
     Args:
         problem: what to place.
         max_exhaustive: price every assignment if there are no more; 0 leaves it to the program.
+        starts: assignments that are known; what is found is never worse than one of them. -1 stands for a table that it leaves open.
     """
     if num_assignments(problem) <= max_exhaustive:
         choice = exhaustive(problem)
@@ -63,6 +65,7 @@ def solve(problem: Problem, max_exhaustive: int = _MAX_EXHAUSTIVE) -> Solution:
         return Solution(choice, score, score.step_s, "exhaustive")
     start = np.full(problem.num_tables, -1, dtype=np.int64)
     candidates = [_polished(problem, complete(problem, start))]
+    candidates += [_polished(problem, complete(problem, known)) for known in starts]
     num_options = sum(len(group.options) * len(group.tables) for group in problem.classes)
     num_columns = sum(len(group.options) for group in problem.classes)
     found: ProgramResult | None = None
