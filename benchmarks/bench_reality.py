@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks._harness import ROOT, Harness, Spread
-from benchmarks.hosts import hosts, why_unavailable
+from benchmarks.hosts import HostsError, hosts, why_unavailable
 from benchmarks.reality_rank import Case
 from torchrec_kstep.calibrate import calibrated
 from torchrec_kstep.cost import Coefficients
@@ -86,6 +86,8 @@ def configurations() -> list[tuple[Layout, Case]]:
         case(one, few, 128, 2048, ids=3),
         case(one, some, 64, 512, ids=10),
         case(one, some, 32, 1024, "model.mlp=[1024,512]"),
+        case(one, many, 16, 512, "model.mlp=[1024,1024]"),
+        case(one, some, 16, 2048, "model.mlp=[512,512]"),
         case(one, few, 32, 1024, cache="24MiB"),
         case(one, few, 64, 2048, cache="64MiB"),
         case(one, few, 16, 4096, cache="16MiB"),
@@ -98,6 +100,7 @@ def configurations() -> list[tuple[Layout, Case]]:
         case(two, some, 64, 2048, rows_, ids=3),
         case(two, some, 64, 1024, columns),
         case(two, few, 128, 1024, whole, ids=3),
+        case(two, some, 16, 1024, rows_, "model.mlp=[1024,256]"),
         case(two, few, 32, 1024, whole, cache="24MiB"),
         case(two, few, 64, 1024, rows_, cache="64MiB"),
         case(two, few, 32, 2048, rows_, ids=3, cache="160MiB"),
@@ -166,21 +169,28 @@ class Bench:
         return file
 
     def run(self, wanted: Sequence[tuple[Layout, Case]]) -> None:
-        """Runs all that have no result yet, one start of the ranks for each layout."""
+        """Runs all that have no result yet, one start of the ranks for each layout, and one more after each case that fails."""
         for layout in dict.fromkeys(layout for layout, _ in wanted):
-            missing = [one for other, one in wanted if other == layout and not self.is_done(one)]
-            if not missing:
-                continue
-            topology = f"planner.topology={self.topology_file(layout)}"
-            cases = [replace(one, variants=[_with_topology(words, topology) for words in one.variants]) for one in missing]
-            file = self.work / f"cases_{layout.name}.json"
-            file.write_text(json.dumps([asdict(one) for one in cases]), encoding="utf-8")
-            command = ["-m", "benchmarks.reality_rank", str(file), str(self.runs)]
-            if layout.num_hosts == 1:
-                _run([*_torchrun(layout.ranks_per_host), *command])
-            else:
-                with hosts(layout.num_hosts, layout.ranks_per_host, layout.link) as cluster:
-                    cluster.run(command, deadline_s=DEADLINE_S)
+            failed: set[str] = set()
+            while missing := [one for other, one in wanted if other == layout and one.name not in failed and not self.is_done(one)]:
+                try:
+                    self._start(layout, missing)
+                except (subprocess.SubprocessError, HostsError) as error:
+                    culprit = next((one.name for one in missing if not self.is_done(one)), "")
+                    failed.add(culprit)
+                    print(f"FAILED {culprit}, goes on without it: {error}", file=sys.stderr, flush=True)
+
+    def _start(self, layout: Layout, missing: Sequence[Case]) -> None:
+        topology = f"planner.topology={self.topology_file(layout)}"
+        cases = [replace(one, variants=[_with_topology(words, topology) for words in one.variants]) for one in missing]
+        file = self.work / f"cases_{layout.name}.json"
+        file.write_text(json.dumps([asdict(one) for one in cases]), encoding="utf-8")
+        command = ["-m", "benchmarks.reality_rank", str(file), str(self.runs)]
+        if layout.num_hosts == 1:
+            _run([*_torchrun(layout.ranks_per_host), *command])
+        else:
+            with hosts(layout.num_hosts, layout.ranks_per_host, layout.link) as cluster:
+                cluster.run(command, deadline_s=DEADLINE_S)
 
     def is_done(self, one: Case) -> bool:
         """Whether all variants of a case were measured."""
@@ -315,10 +325,12 @@ def main(argv: list[str] | None = None) -> int:
             wanted, versus = wanted[:2] + wanted[12:15], versus[:1]
             wanted, versus = ([(layout, replace(one, seconds=0.2)) for layout, one in part] for part in (wanted, versus))
         bench.run(wanted)
-        judge(run, bench, wanted)
+        done = [one for one in wanted if bench.is_done(one[1])]
+        run.record({"op": "reality", "configurations": len(wanted)}, "measured", "1", float(len(done)))
+        judge(run, bench, done)
         bench.run(versus)
-        if versus:
-            judge_pairs(run, bench, versus)
+        if pairs_done := [one for one in versus if bench.is_done(one[1])]:
+            judge_pairs(run, bench, pairs_done)
     finally:
         if options.work is None:
             shutil.rmtree(work, ignore_errors=True)
