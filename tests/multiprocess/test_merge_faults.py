@@ -26,6 +26,7 @@ pytestmark = pytest.mark.multiprocess
 
 K = 3
 IN_BUCKETS = MergeSpec(k=K, bucket_bytes=1 << 16)
+ROUND_TIMEOUT_S = 8.0  # in `train`
 DEADLINE_S, BOUND_S = 10.0, 9.0  # a socket that closes is told at once: nobody waits for the deadline
 
 
@@ -132,7 +133,7 @@ def test_a_replica_that_raises_inside_a_bucket_is_missed_within_the_deadline(spa
 
 def _train_and_die(world: World, folder: str, point: str, number: int) -> None:
     """Saves after step 3 and 6 with k = 4, and has rank 1 die in the round after step 7, or the one before the save of step 6."""
-    config = kstep_config(checkpoint__every_steps=3, kstep__timeout_s=8.0)
+    config = kstep_config(checkpoint__every_steps=3, kstep__timeout_s=ROUND_TIMEOUT_S)
     loop, state = start(config, world, TinyDataset(), Path(folder))
     optimizer: Any = loop.replicas
     if world.rank == 1:
@@ -150,6 +151,8 @@ def _train_and_die(world: World, folder: str, point: str, number: int) -> None:
         def gone(name: str, call: Any) -> Any:
             def maybe(*arguments: Any, **options: Any) -> Any:
                 if point == name and rounds[0] == 2:
+                    # No socket tells of a rank that does not come to an agreement: the other is to be told by its deadline.
+                    time.sleep(ROUND_TIMEOUT_S + 2 if name == "agreement" else 0)
                     kill_self()
                 return call(*arguments, **options)
 
@@ -164,7 +167,7 @@ def _train_and_die(world: World, folder: str, point: str, number: int) -> None:
 
 
 def _resume(world: World, folder: str) -> None:
-    config = kstep_config(checkpoint__every_steps=3, kstep__timeout_s=8.0)
+    config = kstep_config(checkpoint__every_steps=3, kstep__timeout_s=ROUND_TIMEOUT_S)
     loop, state = start(config, world, TinyDataset(), Path(folder) / "killed")
     assert state.step in (3, 6), "no checkpoint"
     loop.train(state)
@@ -184,5 +187,7 @@ def test_a_job_that_lost_a_rank_in_a_round_resumes_to_the_bits_of_one_that_did_n
     with pytest.raises(RanksFailed) as caught:
         spawn_ranks(_train_and_die, 2, args=(str(tmp_path / "killed"), point, number), timeout_s=60)
     assert "exit code -9" in str(caught.value)
-    assert "RankFailure" in str(caught.value)
+    assert "rank 0: raised" in str(caught.value), "the other rank did not end"
+    if point not in ("after", "apply"):  # there the round may be over for the other, which then misses the rank elsewhere
+        assert "RankFailure" in str(caught.value)
     spawn_ranks(_resume, 2, args=(str(tmp_path),), timeout_s=110)
