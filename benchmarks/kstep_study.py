@@ -399,11 +399,12 @@ def plot(title: str, lines: Sequence[Line]) -> str:
     ks = sorted({line.k for line in lines if line.rival})
     series = []
     for colour, method in enumerate(dict.fromkeys(line.method for line in lines if line.rival)):
-        points, halves = [(0.0, 0.0)], [0.0]  # k = 1 is synchronous training
+        aside = 0.04 * colour  # so that bars do not cover each other
+        points, halves = [(aside, 0.0)], [0.0]  # k = 1 is synchronous training
         for line in lines:
             if line.method == method and line.rival:
                 mean, error = line.difference("test_auc", line.rival)
-                points.append((float(1 + ks.index(line.k)), mean))
+                points.append((1 + ks.index(line.k) + aside, mean))
                 halves.append(0.0 if math.isnan(error) else T_95[min(len(line.found), max(T_95))] * error)
         series.append(Series(f"{method}: mean, 95 % confidence", colour, points, halves))
     return chart_file(title, series, "k, steps between rounds", x_names=["1", *map(str, ks)])
