@@ -9,7 +9,8 @@ same way over the same links and data, every row in DRAM, one model over both ho
 - `sync_adam`: our kernel in DRAM with the Adam that `ours` uses, so that accuracy can be compared at one optimizer.
 
 Samples per second are those between log lines of training, all ranks, merge rounds included, the first third left out. Bytes are
-what left the interfaces of both hosts over the whole job, evaluation included. All hosts share this machine's cores.
+what left the interfaces of both hosts over the whole job, evaluation included. `prediction` is the planner's, uncalibrated, for a
+step of `ours`. All hosts share this machine's cores.
 """
 
 import re
@@ -23,6 +24,7 @@ from benchmarks._harness import Harness, Spread
 from benchmarks.hosts import hosts, why_unavailable
 from benchmarks.torchx_hosts import run_by_torchx
 from benchmarks.train_runs import QUIET, last_tiers, step_seconds, synthetic
+from torchrec_kstep.planner.forecast import read_comparison
 from torchrec_kstep.probing.drives import measure_drive
 from torchrec_kstep.topology import Link, Nic, this_machine, topology_text
 from torchrec_kstep.units import MIB
@@ -79,7 +81,7 @@ class Size:
 
 
 QUICK = Size(num_tables=4, num_rows=8_000, dim=16, batch=128, num_steps=60, num_eval_rows=4_000)
-FULL = Size(num_tables=16, num_rows=50_000, dim=32, batch=512, num_steps=600, num_eval_rows=50_000)
+FULL = Size(num_tables=16, num_rows=50_000, dim=32, batch=1024, num_steps=400, num_eval_rows=40_000)
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,11 @@ class JobResult:
 
     Attributes:
         samples_per_s: between log lines.
-        test_auc: at its end.
+        test_auc: at its end, of the weights with the best validation AUC.
         sent_bytes: over both hosts' links.
         duration_s: of the job, from submission on.
         tiers: rank 0's counters.
-        said: what rank 0's host printed.
+        run_dir: of the job.
     """
 
     samples_per_s: list[float]
@@ -100,7 +102,7 @@ class JobResult:
     sent_bytes: int
     duration_s: float
     tiers: dict[str, float]
-    said: str
+    run_dir: Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = Path(scratch)
         print(f"ours: rows of {size.row_bytes / MIB:.0f} MiB, {size.row_bytes / DRAM_SHARE / MIB:.0f} MiB of DRAM for them", flush=True)
         ours = run_job(size, our_overrides(size, folder), folder / "ours")
+        forecast, measured = read_comparison(ours.run_dir)
         peers = {}
         for name, overrides in peer_overrides(size).items():
             print(name, flush=True)
@@ -128,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         harness.record(case, "bytes between hosts", "B/sample", next(sent), name, next(sent))
         harness.record(case, "job", "s", ours.duration_s, name, peer.duration_s)
     harness.record(case, "rows found in DRAM", "", ours.tiers["hit_ratio"])
-    print("\n".join(line for line in ours.said.splitlines() if "predicted" in line))
+    harness.record(case, "step", "ms", measured.step_s * 1e3, "prediction", forecast.step.seconds * 1e3)
     return harness.finish()
 
 
@@ -198,7 +201,7 @@ def run_job(size: Size, overrides: Sequence[str], folder: Path) -> JobResult:
         sent_bytes=sum(map(sum, result.sent_bytes)),
         duration_s=result.duration_s,
         tiers=last_tiers(run_dir),
-        said=result.stdout[0],
+        run_dir=run_dir,
     )
 
 

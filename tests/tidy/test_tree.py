@@ -194,9 +194,10 @@ def test_nothing_unpickles() -> None:
 
 
 def test_only_two_rooms_and_the_launcher_read_the_environment() -> None:
-    """The launcher prepares what its ranks inherit; everything else is told."""
+    """The launcher prepares what its ranks inherit, routes tell gloo and NCCL of interfaces; everything else is told."""
     reading = re.compile(r"\bos\.(environ|getenv)\b")
     allowed = {"torchrec_kstep/world.py", "torchrec_kstep/config/load.py", "torchrec_kstep/launch/__main__.py"}
+    allowed |= {"torchrec_kstep/routes/environment.py"}
     findings = [line for path in modules("torchrec_kstep") for line in lines_with(reading, path)]
     assert [line for line in findings if line.split(":")[0] not in allowed] == []
 

@@ -2,20 +2,18 @@
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from torchrec_kstep.doctor import DIAL_TIMEOUT_S, Store, gather
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.launch import network
 from torchrec_kstep.routes.affinity import bind_cores, cores_for, prefer_memory_of, ranges
 from torchrec_kstep.routes.choose import LOOPBACK
+from torchrec_kstep.routes.environment import point_at
 from torchrec_kstep.routes.values import JobRoutes, RankRoutes
 from torchrec_kstep.world import World
-
-GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -66,36 +64,10 @@ def carry_out(store: Store, world: World, routes: JobRoutes, deadline_s: float, 
         routes = replace(routes, ranks=tuple(_without_interfaces(rank) for rank in routes.ranks))
         mine = routes.ranks[world.rank]
     if mine.interface:
-        done += _point_at(mine, backend)
+        done += point_at(mine, backend)
     told = gather(store, world, "routes carried out", {"done": done, "warnings": warnings}, deadline_s)
     lines = tuple(f"rank {rank}: {', '.join(one['done']) or 'nothing'}" for rank, one in enumerate(told))
     return CarriedOut(mine, routes, lines, tuple(dict.fromkeys(text for one in told for text in one["warnings"])))
-
-
-@contextmanager
-def gloo_over(interface: str) -> Iterator[None]:
-    """Has process groups that are made meanwhile use an interface; "": leaves gloo as it is.
-
-    Gloo reads the variable whenever a group is made, and keeps that group's connections on the interface it found.
-    """
-    before = os.environ.get(GLOO_VARIABLE)
-    if interface:
-        os.environ[GLOO_VARIABLE] = interface
-    try:
-        yield
-    finally:
-        if interface:
-            if before is None:
-                del os.environ[GLOO_VARIABLE]
-            else:
-                os.environ[GLOO_VARIABLE] = before
-
-
-def nccl_variables(route: RankRoutes, system: Path = Path("/sys")) -> dict[str, str]:
-    """Returns what NCCL is to be told: the interface to meet over, and the InfiniBand or RoCE adapter behind it, if it has one."""
-    adapters = [adapter.name for adapter in sorted(system.glob(f"class/net/{route.interface}/device/infiniband/*"))]
-    found = {"NCCL_SOCKET_IFNAME": f"={route.interface}"}  # "=": this name, not all that begin with it
-    return found | ({"NCCL_IB_HCA": "=" + ",".join(adapters)} if adapters else {})
 
 
 def _bind(mine: RankRoutes) -> tuple[list[str], list[str]]:
@@ -155,16 +127,6 @@ def _dial_peers(world: World, mine: RankRoutes, doors: Sequence[Mapping[str, Seq
             if why := network.dial(str(address), int(str(port)), DIAL_TIMEOUT_S):
                 failures.append(f"{here} cannot reach rank {rank} at {address} on {interface}: {why}")
     return failures
-
-
-def _point_at(mine: RankRoutes, backend: str) -> list[str]:
-    variables = {GLOO_VARIABLE: mine.interface} | (nccl_variables(mine) if backend == "nccl" else {})
-    said = []
-    for name, value in variables.items():
-        before = os.environ.get(name, "")
-        os.environ[name] = value
-        said.append(f"{name}={value}" + (f" (was {before})" if before not in ("", value) else ""))
-    return said
 
 
 def _without_interfaces(rank: RankRoutes) -> RankRoutes:

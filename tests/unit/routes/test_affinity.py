@@ -10,7 +10,7 @@ import pytest
 
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.routes.affinity import cores_for, prefer_memory_of, ranges
-from torchrec_kstep.routes.carry_out import nccl_variables
+from torchrec_kstep.routes.environment import nccl_variables
 from torchrec_kstep.routes.values import Cores, RankRoutes
 
 
