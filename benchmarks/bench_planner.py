@@ -4,10 +4,16 @@ Distances are predicted steps under this package's cost model, and for plans bes
 here. Times that no plan changes (the loop itself, the dense optimizer) are left out, so that distances are those of what a plan decides.
 """
 
+import argparse
+import multiprocessing
+import queue
+import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +34,7 @@ from torchrec_kstep.planner.derived import torchrec_topology
 from torchrec_kstep.planner.options import Wishes, classes_of
 from torchrec_kstep.planner.search import Problem, solve
 from torchrec_kstep.planner.search.exhaustive import exhaustive, num_assignments
+from torchrec_kstep.planner.tables import find_tables
 from torchrec_kstep.planner.topology_planner import Job, TopologyShardingPlanner
 from torchrec_kstep.sharding import build_sharders
 from torchrec_kstep.topology import (
@@ -47,20 +54,30 @@ from torchrec_kstep.torchrec_seam.planning import EmbeddingEnumerator, FixedPerc
 from torchrec_kstep.units import GIB
 
 SEED = 20261201
+CASES = ("bad_plans", "gaps", "torchrec", "speed")
 # Software without what no plan changes.
 DECIDED = Coefficients().having({"step_s": 0.0, "sample_s": 0.0, "optimizer_s": 0.0, "parameter_s": 0.0})
+STOCK_LIMIT_S = 300.0  # that TorchRec's planner is waited for
 NUM_ALONE = 40  # models that are also planned without TorchRec's plan as a start
 CALIBRATION = Calibration(DECIDED, 0.0, 0, "", "", {})
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs every comparison."""
-    run = Harness.from_command_line("planner", __doc__, argv)
-    bad_plans(run)
-    small_instances(run, 10 if run.quick else 120)
-    bounded_instances(run, 2 if run.quick else 24)
-    against_torchrec(run, 5 if run.quick else 210)
-    speed(run)
+    """Runs the comparisons that `--case` names, or all."""
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--case", action="append", choices=CASES)
+    chosen, rest = own.parse_known_args(argv)
+    cases = chosen.case or CASES
+    run = Harness.from_command_line("planner", f"{__doc__} --case: {', '.join(CASES)}.", rest)
+    if "bad_plans" in cases:
+        bad_plans(run)
+    if "gaps" in cases:
+        small_instances(run, 10 if run.quick else 120)
+        bounded_instances(run, 2 if run.quick else 24)
+    if "torchrec" in cases:
+        against_torchrec(run, 5 if run.quick else 210)
+    if "speed" in cases:
+        speed(run)
     return run.finish()
 
 
@@ -314,35 +331,72 @@ def against_torchrec(run: Harness, count: int) -> None:
 # --- speed ---
 
 
-def speed(run: Harness) -> None:
-    """1,000 tables of 200 shapes; TorchRec's planner beside ours, table-wise and row-wise."""
-    num_tables, shapes = (60, 20) if run.quick else (1000, 200)
+def many_tables(num_tables: int, shapes: int) -> tuple[nn.Module, dict[str, ParameterConstraints]]:
+    """Tables of so many shapes, table-wise or row-wise."""
     rng = np.random.default_rng(SEED + 3)
     sizes = [int(10 ** rng.uniform(3, 6.5)) for _ in range(shapes)]
     configs = [
         EmbeddingBagConfig(name=f"t{index}", feature_names=[f"f{index}"], num_embeddings=sizes[index % shapes], embedding_dim=64)
         for index in range(num_tables)
     ]
-    module = nn.Sequential(EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
     constraints = {
         config.name: ParameterConstraints(sharding_types=["table_wise", "row_wise"], compute_kernels=["fused"]) for config in configs
     }
+    return nn.Sequential(EmbeddingBagCollection(tables=configs, device=torch.device("meta"))), constraints
+
+
+def _stock_seconds(num_tables: int, shapes: int, num_hosts: int, results: "multiprocessing.Queue[float]") -> None:
+    module, constraints = many_tables(num_tables, shapes)
+    topology = load_topology(find_topology("dgx_h100")).with_hosts(num_hosts)
+    begin = time.perf_counter()
+    stock_plan(topology, module, Job(4096, 8 * num_hosts, 8, "fused"), constraints)
+    results.put(time.perf_counter() - begin)
+
+
+def stock_seconds(num_tables: int, shapes: int, num_hosts: int) -> float | None:
+    """Seconds of TorchRec's planner, in a process of its own; None where it takes longer than `STOCK_LIMIT_S`."""
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[float] = context.Queue()
+    process = context.Process(target=_stock_seconds, args=(num_tables, shapes, num_hosts, results), daemon=True)
+    process.start()
+    try:
+        return results.get(timeout=STOCK_LIMIT_S)
+    except queue.Empty:
+        return None
+    finally:
+        process.kill()
+        process.join()
+
+
+def speed(run: Harness) -> None:
+    """1,000 tables of 200 shapes: our planner, the same again from its plan cache, memory, and TorchRec's planner beside it."""
+    num_tables, shapes = (60, 20) if run.quick else (1000, 200)
+    module, constraints = many_tables(num_tables, shapes)
+    sharders = build_sharders(PlannerConfig(kernel="fused"), OptimConfig(embedding="rowwise_adagrad"))
     for num_hosts in (2,) if run.quick else (2, 16):
         topology = load_topology(find_topology("dgx_h100")).with_hosts(num_hosts)
         job = Job(4096, 8 * num_hosts, 8, "fused")
-        sharders = build_sharders(PlannerConfig(kernel="fused"), OptimConfig(embedding="rowwise_adagrad"))
-        planner = TopologyShardingPlanner(topology, job, constraints)
-        begin = time.perf_counter()
-        planner.plan(module, sharders)
-        ours, theirs = time.perf_counter() - begin, None
-        if num_hosts == 2:  # on 128 devices TorchRec's planner is not waited for
-            begin = time.perf_counter()
-            stock_plan(topology, module, job, constraints)
-            theirs = time.perf_counter() - begin
         case = {"op": "plan_time", "tables": num_tables, "shapes": shapes, "devices": 8 * num_hosts}
-        run.record(case, "time", "s", ours, None if theirs is None else "torchrec_planner", theirs)
-        assert planner.placement is not None
-        run.record(case, "gap_bound", "%", 100 * planner.placement.gap)
+        with tempfile.TemporaryDirectory() as folder:
+            planner = TopologyShardingPlanner(topology, job, constraints, cache_folder=Path(folder))
+            begin = time.perf_counter()
+            planner.plan(module, sharders)
+            ours = time.perf_counter() - begin
+            placement = planner.placement
+            assert placement is not None
+            begin = time.perf_counter()
+            planner.place(module, find_tables(module), sharders)
+            found_again = time.perf_counter() - begin
+            begin = time.perf_counter()
+            planner.plan(module, sharders)
+            emitted_again = time.perf_counter() - begin
+        theirs = stock_seconds(num_tables, shapes, num_hosts)
+        peer = "torchrec_planner" if theirs is not None else f"torchrec_planner_not_done_after_{STOCK_LIMIT_S:.0f}_s"
+        run.record(case, "time", "s", ours, peer, theirs)
+        run.record(case, "gap_bound", "%", 100 * placement.gap)
+        run.record(case, "plan_cache_hit", "ms", 1e3 * found_again)
+        run.record(case, "plan_cache_hit_and_torchrec_plan", "ms", 1e3 * emitted_again)
+        run.record(case, "peak_memory_of_process", "MiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
 if __name__ == "__main__":

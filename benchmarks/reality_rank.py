@@ -161,7 +161,7 @@ class Stepper:
             except StopIteration:
                 break
         self.loop.pipeline.reset()
-        self._batches.close()  # type: ignore[attr-defined]  # a generator
+        self._batches.close()
 
 
 def measure(case: Case, world: World, folder: Path) -> None:

@@ -23,6 +23,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_kstep.config.load import load
 from torchrec_kstep.config.schema import OptimConfig, PlannerConfig, RunConfig
+from torchrec_kstep.cost.calibration import Calibration
 from torchrec_kstep.data import ensure_prepared, open_dataset
 from torchrec_kstep.data.order import BatchOrder
 from torchrec_kstep.errors import ConfigError, KStepError
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         placements = [(topology, _plan(subject, topology, job)) for topology, job in _cases(subject, args)]
         _print_cases(placements, subject.job.batch_size)
         topology, placement = placements[0]
-        _print_placement(placement, topology)
+        _print_placement(placement, topology, calibration_of(subject.planner, topology))
         _print_routes(placement, topology, subject.ssd_paths)
         if args.json is not None:
             args.json.write_text(placement.to_json(), encoding="utf-8")
@@ -131,11 +132,15 @@ def _print_cases(placements: Sequence[tuple[ClusterTopology, Placement]], batch_
     print("\nthe first case in full:")
 
 
-def _print_placement(placement: Placement, topology: ClusterTopology) -> None:
+def _print_placement(placement: Placement, topology: ClusterTopology, calibration: Calibration | None) -> None:
     for line in (*placement_table(placement), "", *step_lines(placement), "", "memory taken by tables:", *pool_lines(placement), ""):
         print(line)
     for line in reasons(placement):
         print(f"- {line}")
+    if calibration is not None:
+        print(f"- times of software {calibration.told}")
+    elif not topology.hosts[0].devices:
+        print("- times of software are those of another machine (python -m torchrec_kstep.calibrate fits them to runs)")
     for text in topology.assumed:
         print(f"- assumed, not measured: {text} (python -m torchrec_kstep.probe measures)")
 

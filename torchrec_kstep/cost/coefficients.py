@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-# What `calibrate` fits: seconds per unit of something that ranks on cores do. Predictions are linear in each of them.
+# What `calibrate` fits for ranks on cores. Phases are linear in each of them.
 FITTED = (
     "step_s",
     "sample_s",
@@ -15,12 +15,16 @@ FITTED = (
     "pooled_byte_s",
     "core_shard_s",
     "collective_s",
-    "exchange_byte_s",
+    "cache_row_s",
     "admit_row_s",
     "tier_row_s",
     "merge_row_s",
     "merge_round_s",
+    "memory_factor",
+    "exchange_factor",
+    "drive_factor",
 )
+FACTORS = ("memory_factor", "exchange_factor", "drive_factor")  # without a unit: 1 takes the machine at its word
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,14 @@ class Coefficients:
         pooled_byte_s: per byte of pooled rows, made or read back as gradient, on a core: copies before and after exchanges.
         core_shard_s: per shard of a table on a core: splitting, concatenating, autograd.
         collective_s: per exchange, besides the latency of the way.
-        exchange_byte_s: per byte that a rank on cores exchanges, besides the links: copies by the library.
+        cache_row_s: per different row that is looked up through a cache over a drive, on the cores that compute.
         admit_row_s: per row brought up from a drive, on the cores that compute.
         tier_row_s: per row read from and written to a drive, in the threads of the store: submission, index, eviction.
         merge_row_s: per row collected or changed in a merge round, on a core.
         merge_round_s: per merge round, besides: opening, agreement.
+        memory_factor: time that random rows take on cores, over that by the topology.
+        exchange_factor: time of bytes that ranks on cores hand on, over that by the topology.
+        drive_factor: time of drives, over that by the topology: a probe's threads reach less, a busy cleaner leaves less.
         device_shard_s: per shard of a table on a device: kernel launches.
         device_collective_s: as `collective_s`, on devices.
         device_flops_per_s: dense layers on a device.
@@ -64,11 +71,14 @@ class Coefficients:
     pooled_byte_s: float = 0.2e-9
     core_shard_s: float = 30e-6
     collective_s: float = 100e-6
-    exchange_byte_s: float = 0.0
+    cache_row_s: float = 0.2e-6
     admit_row_s: float = 0.3e-6
     tier_row_s: float = 1.5e-6
     merge_row_s: float = 1e-6
     merge_round_s: float = 2e-3
+    memory_factor: float = 1.0
+    exchange_factor: float = 1.0
+    drive_factor: float = 1.0
     device_shard_s: float = 4e-6
     device_collective_s: float = 20e-6
     device_flops_per_s: float = 40e12
@@ -78,7 +88,8 @@ class Coefficients:
     @classmethod
     def zero(cls) -> "Coefficients":
         """Software that takes no time: the machine alone."""
-        return cls(**dict.fromkeys(FITTED, 0.0), device_shard_s=0.0, device_collective_s=0.0)
+        times = [name for name in FITTED if name not in FACTORS]
+        return cls(**dict.fromkeys(times, 0.0), device_shard_s=0.0, device_collective_s=0.0)
 
     def having(self, values: Mapping[str, float]) -> "Coefficients":
         """Returns these with some of them replaced."""

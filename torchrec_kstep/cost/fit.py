@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_kstep.cost.coefficients import FITTED, Coefficients
+from torchrec_kstep.cost.coefficients import FACTORS, FITTED, Coefficients
 from torchrec_kstep.cost.machine import TIERS, Machine, Matrix
 from torchrec_kstep.cost.price import StepTime, price
 from torchrec_kstep.cost.work import StepSetup, Vector
@@ -22,7 +22,6 @@ from torchrec_kstep.topology import ClusterTopology
 OPTIMIZER_PHASES = ("optimizer", "merge")
 _HUBER = 0.15  # part of a step
 _PULL = 1e-3  # weight of the start, against a run that is off by the whole step
-_SCALES = {"exchange_byte_s": 2e-10}  # of coefficients that start at zero
 _ROUNDS = 40
 COVERAGE = 0.9  # part of the runs that the fitted error bar covers
 
@@ -115,7 +114,7 @@ class _Linear:
     @classmethod
     def of(cls, observation: Observation) -> "_Linear":
         """Prices the work once for each coefficient alone."""
-        zero = Coefficients.zero()
+        zero = Coefficients.zero().having(dict.fromkeys(FACTORS, 0.0))
         machines = [observation.machine(zero.having({name: 1.0}), keeps_all=True) for name in FITTED]
         nothing = observation.machine(zero, keeps_all=True)
         phases = {}
@@ -157,7 +156,7 @@ def _added(parts: Sequence[tuple[float, Vector]]) -> tuple[float, Vector]:
 def _solved(observations: Sequence[_Linear], start: Coefficients) -> list[float]:
     """The coefficients in the order of `FITTED`."""
     origin = np.array([getattr(start, name) for name in FITTED])
-    scales = np.where(origin > 0, origin, [_SCALES.get(name, 1e-9) for name in FITTED])
+    scales = np.where(origin > 0, origin, 1.0)
     target = origin / scales
     values, best, best_loss = origin.copy(), origin.copy(), math.inf
     for _ in range(_ROUNDS):

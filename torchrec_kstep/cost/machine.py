@@ -241,7 +241,11 @@ class _Builder:
         return [
             self._load().phase("loop", self._on_cores_s(own.step_s + own.sample_s * self.setup.batch_size)),
             self._exchange("ids", {"id_bytes": self._group}, towards_owner=True),
-            self._compute("lookup", {"lookup_ids": own.lookup_id_s, "pooled_bytes": own.pooled_byte_s}, "lookup_bytes"),
+            self._compute(
+                "lookup",
+                {"lookup_ids": own.lookup_id_s, "pooled_bytes": own.pooled_byte_s, "cache_rows": own.cache_row_s},
+                "lookup_bytes",
+            ),
             self._exchange("outputs", outputs, towards_owner=False),
             self._load().phase("dense", self._dense_s()),
             self._exchange("gradients", outputs, towards_owner=True),
@@ -311,14 +315,13 @@ class _Builder:
                     for edge in path:
                         crossed[edge.name] = (edge, crossed.get(edge.name, (edge, 0))[1] + 1)
                 for edge, times in crossed.values():
-                    load.add(edge.name, site.rank, quantity, times / edge.bandwidth_bytes_per_s + self._copy_s(edge, site, times))
+                    load.add(edge.name, site.rank, quantity, times * self._byte_s(edge))
         return load.phase(name, self._collective_s(latency))
 
-    def _copy_s(self, edge: Edge, site: RankSite, times: int) -> float:
-        """Seconds per byte that the library adds on an edge by which a rank on cores hangs on its NUMA node."""
-        if self._on_device or self._rank_nodes.isdisjoint(edge.name.split(">")):
-            return 0.0
-        return times * self.coefficients.exchange_byte_s * self._slowdown(site)
+    def _byte_s(self, edge: Edge) -> float:
+        """Seconds of a byte on an edge; those by which ranks on cores hang on their NUMA node are the library's, not the machine's."""
+        is_own = not self._on_device and not self._rank_nodes.isdisjoint(edge.name.split(">"))
+        return (self.coefficients.exchange_factor if is_own else 1.0) / edge.bandwidth_bytes_per_s
 
     def _slowdown(self, site: RankSite) -> float:
         """How much longer a rank's own work takes because ranks share cores."""
@@ -349,7 +352,9 @@ class _Builder:
             node, threads = self._numa[site.numa], self._threads_of(site.numa)
             for quantity, seconds in per_unit_s.items():
                 load.add(f"cores of {site.node}", site.rank, quantity, seconds / threads)
-            load.add(f"cores of {site.node}", site.rank, bytes_quantity, 1 / (node.gather_bytes_per_s * threads))
+            load.add(
+                f"cores of {site.node}", site.rank, bytes_quantity, self.coefficients.memory_factor / (node.gather_bytes_per_s * threads)
+            )
             load.add(f"cores of {site.node}", site.rank, "shards", self.coefficients.core_shard_s * self._slowdown(site))
             load.add(f"memory of {site.numa}", site.rank, bytes_quantity, 1 / node.bandwidth_bytes_per_s)
         return load.phase(name)
@@ -405,7 +410,7 @@ class _Builder:
             host = self._hosts[site.host]
             shares = self.routes.drive_shares(site.rank)
             for drive in host.drives:
-                share = shares[drive.name]
+                share = shares[drive.name] * self.coefficients.drive_factor
                 per_read_s, per_byte_s = drive.read_seconds(self._queue_depth)
                 resource, node = f"drive {host.name}/{drive.name}", f"{host.name}/{drive.name}"
                 load.add(resource, site.rank, "drive_reads", share * per_read_s)

@@ -33,6 +33,7 @@ QUANTITIES = (
     "drive_reads",  # reads from drives
     "drive_read_bytes",
     "drive_write_bytes",
+    "cache_rows",  # different rows looked up through a cache over a drive
     "tier_rows",  # rows admitted into and evicted from a cache over a drive
     "merge_bytes",  # sent to each other replica, per step on average
     "merge_rows",  # collected here for a merge round or changed by it, per step on average
@@ -263,6 +264,7 @@ def tier_quantities(tier: Tier, missed_rows: float, distinct_rows: float, record
         quantities["drive_read_bytes"] = missed_rows * read_unit_bytes(stored)
         quantities["drive_write_bytes"] = missed_rows * stored * WRITE_AMPLIFICATION
         quantities["tier_rows"] = missed_rows
+        quantities["cache_rows"] = distinct_rows
     return quantities
 
 

@@ -30,7 +30,7 @@ def traced_usage(batches: Iterable[Batch], tables: Mapping[str, Sequence[Embeddi
     for batch in batches:
         num_rows += batch.label.numel()
         for feature, jagged in batch.sparse.to_dict().items():
-            counted.setdefault(feature, []).append(jagged.values())
+            counted.setdefault(feature, []).append(jagged.values().clone())  # a reader may use memory again
     curves: dict[str, AccessCurve] = {}
     ids_per_sample: dict[str, float] = {}
     for config in (config for configs in tables.values() for config in configs):
