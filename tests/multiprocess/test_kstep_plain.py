@@ -160,19 +160,21 @@ def _refused(_world: World) -> list[str]:
         {"kernel": "fused", "fused": adagrad},
         {"kernel": "fused", "num_warmup_steps": 2},
         {"kernel": "fused", "clip_norm": 1.0, "clip_covers": "all"},
+        {"kernel": "fused", "clip_norm": 1.0, "clip_covers": "all", "ranks_per_replica": 2},
         {"kernel": "dense", "places": {"b": data_parallel()}},
     ]
-    outcomes = [outcome_of(lambda case=case: Trained.make(env_of(1), k=3, **case)) for case in cases]  # type: ignore[misc]
+    outcomes = [outcome_of(lambda case=case: Trained.make(env_of(case.pop("ranks_per_replica", 1)), k=3, **case)) for case in cases]  # type: ignore[misc]
     assert {kind for kind, _ in outcomes} == {"ConfigError"}
     return [text for _, text in outcomes]
 
 
 def test_tables_that_cannot_be_merged_are_refused_by_name_and_reason(spawn_ranks: SpawnRanks) -> None:
-    for adagrad, warm_up, clip, replicated in spawn_ranks(_refused, 2):
+    for adagrad, warm_up, clip, clip_alone, replicated in spawn_ranks(_refused, 2):
         assert "tables a are stepped by EXACT_ADAGRAD inside backward, whose sums no round merges" in adagrad
         assert "row_states='weights'" in adagrad
         assert "before replicas could average gradients, which k = 3, after 2 steps of 1 asks for" in warm_up
-        assert "before the norm of all gradients is known" in clip
+        assert "clip_covers='all' with tables a, b that FBGEMM steps inside backward" in clip
+        assert "clip_covers='all' with tables a" in clip_alone
         assert "ebc.embedding_bags.b.weight are sharded data_parallel" in replicated
 
 

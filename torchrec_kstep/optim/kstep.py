@@ -26,6 +26,7 @@ from torchrec_kstep.optim.frozen import FrozenAdam
 from torchrec_kstep.optim.keyed import TorchOptimizer, torch_optimizer
 from torchrec_kstep.optim.kstep_model import (
     buffers_of,
+    check_clipping,
     check_replicated,
     check_settings,
     check_tables,
@@ -118,6 +119,8 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         check_settings(variant, clip_covers, self.spec, self.period)
         self._dense_adam: FrozenAdam | None = None
         self._clips_tables = clip_norm > 0 and clip_covers == "all"
+        if self._clips_tables:
+            check_clipping(dmp)
         given = table_adam or AdamSpec(lr, betas=betas, eps=eps, bias_correction=RECIPES[recipe].bias_correction)
         rule = given if env.num_replicas == 1 else table_spec(given, self.spec, variant, is_amsgrad)
         self._plain = plain_kernels(dmp.module, rule, env.sharding_group)
@@ -265,7 +268,7 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         """Checks tables and agreement, warns of what is known to lose, and starts replicas alike. Collective."""
         env = self.env
         merges_rows = self.period.largest > 1
-        check_tables(dmp, self._kernels, self.spec, self.period, self._clips_tables)
+        check_tables(dmp, self._kernels, self.spec, self.period)
         plan = plan_of(dmp)
         self._plan_digest = plan_digest(plan, env.layout.sharding_ranks(env.replica)[0])
         shapes = {name: list(param.shape) for name, param in self._dense_params.items()}

@@ -17,6 +17,7 @@ from torchrec_kstep.optim_spec import AdamSpec
 from torchrec_kstep.sharding.plain import STATELESS, WITH_SUMS, FusedKernel, PlainKernel
 from torchrec_kstep.sharding.tiered.kernel import TieredKernel
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
+from torchrec_kstep.torchrec_seam.plain_kernel import fused_kernels
 from torchrec_kstep.torchrec_seam.sharding import EmbeddingComputeKernel, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
 _MERGED_KERNELS = (CUSTOMIZED_KERNEL, EmbeddingComputeKernel.DENSE.value, EmbeddingComputeKernel.FUSED.value)
@@ -64,9 +65,17 @@ def check_replicated(tables: Iterable[str]) -> None:
         )
 
 
-def check_tables(
-    dmp: DistributedModelParallel, kernels: Sequence[TieredKernel | PlainKernel], merge: MergeSpec, period: Period, clips_tables: bool
-) -> None:
+def check_clipping(dmp: DistributedModelParallel) -> None:
+    """Refuses tables that step inside backward, where a bound on the norm of all gradients is to scale theirs too."""
+    fused = [table.name for _, kernel in fused_kernels(dmp.module) for table in kernel.config.embedding_tables]
+    if names := ", ".join(fused[:3]):
+        raise ConfigError(
+            f"KStepAdam: clip_covers='all' with tables {names} that FBGEMM steps inside backward, before the norm of all gradients is "
+            f"known: choose clip_covers='dense', or give them compute_kernel={CUSTOMIZED_KERNEL!r} (planner.kernel=tiered) or 'dense'"
+        )
+
+
+def check_tables(dmp: DistributedModelParallel, kernels: Sequence[TieredKernel | PlainKernel], merge: MergeSpec, period: Period) -> None:
     """Refuses tables that cannot be merged; lists every finding."""
     findings = []
     for path, module in dmp.module.named_modules():
@@ -80,7 +89,7 @@ def check_tables(
                 )
     for kernel in kernels:
         if isinstance(kernel, FusedKernel):
-            findings += _fused_findings(kernel, merge, period, clips_tables)
+            findings += _fused_findings(kernel, merge, period)
             continue
         spec = kernel.group.optimizer
         names = ", ".join(table.name for table in kernel.group.tables[:3])
@@ -92,7 +101,7 @@ def check_tables(
         raise ConfigError("KStepAdam with several replicas:\n  " + "\n  ".join(findings))
 
 
-def _fused_findings(kernel: FusedKernel, merge: MergeSpec, period: Period, clips_tables: bool) -> list[str]:
+def _fused_findings(kernel: FusedKernel, merge: MergeSpec, period: Period) -> list[str]:
     """Says why replicas cannot merge tables that FBGEMM updates inside backward."""
     update = f"tables {', '.join(table.name for table in kernel.group.tables[:3])} are stepped by {kernel.optimizer} inside backward"
     instead = f'give them compute_kernel="{CUSTOMIZED_KERNEL}" (planner.kernel=tiered) or "dense"'
@@ -103,8 +112,6 @@ def _fused_findings(kernel: FusedKernel, merge: MergeSpec, period: Period, clips
         findings.append(f"{update}, whose sums no round merges: {instead}, or let each replica keep its own (row_states='weights')")
     if period.smallest == 1:
         findings.append(f"{update}, before replicas could average gradients, which k = {period} asks for: choose k > 1, or {instead}")
-    if clips_tables:
-        findings.append(f"{update}, before the norm of all gradients is known: choose clip_covers='dense', or {instead}")
     return findings
 
 
