@@ -39,7 +39,7 @@ from torchrec_kstep.units import parse_bandwidth
 
 PROBE_S = 24
 DEADLINE_S = 900.0
-SECONDS, PAIR_SECONDS = 4.0, 7.0
+SECONDS, PAIR_SECONDS = 2.5, 5.0
 MODEL = ["data=synthetic", "model=dlrm", "planner=tiered", "optim=adam", "train.log_every_steps=1000000"]
 
 

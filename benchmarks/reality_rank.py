@@ -40,7 +40,7 @@ from torchrec_kstep.world import World
 POOL_IDS = 1 << 20
 NUM_DENSE = 13
 TIMEOUT = timedelta(seconds=120)
-WARMUP_STEPS, MIN_INTERVALS = 24, 6
+WARMUP_STEPS, MIN_INTERVALS = 16, 6
 
 
 @dataclass(frozen=True)
