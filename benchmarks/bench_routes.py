@@ -31,6 +31,7 @@ BLIND_INTERFACES = {
     ("1gbit", "100mbit"): {"eth1": "slow_link", "eth0,eth1": "both_in_turn"},
     ("100mbit", "100mbit"): {"eth0": "one_link"},
 }
+K = 2
 DEADLINE_S = 900.0
 
 
@@ -68,7 +69,7 @@ class Size:
             "model.bottom_mlp=[32]",
             f"train.batch_size={self.batch}",
             f"train.max_steps={self.num_steps}",
-            f"train.log_every_steps={max(1, self.num_steps // 12)}",
+            f"train.log_every_steps={max(K, self.num_steps // 12 // K * K)}",  # whole merge periods
             "planner.sharding=row_wise",
         ]
 
@@ -119,7 +120,7 @@ def run_over_links(size: Size, rates: tuple[str, str], met_over: str, scratch: P
         routes: overrides that decide about routes.
     """
     run_dir = scratch / "run"
-    command = ["-m", "torchrec_kstep.train", *size.overrides(1.05), "kstep=default", "kstep.k=2", f"run_dir={run_dir}", *routes]
+    command = ["-m", "torchrec_kstep.train", *size.overrides(1.05), "kstep=default", f"kstep.k={K}", f"run_dir={run_dir}", *routes]
     with hosts(2, RANKS_PER_HOST, rates[0], second_link=rates[1]) as cluster:
         result: HostsResult = cluster.run(command, cwd=scratch, deadline_s=DEADLINE_S, env={"GLOO_SOCKET_IFNAME": met_over})
     sent = {link.interface: sum(result.sent_bytes[link.index]) for link in cluster.links}
@@ -144,7 +145,7 @@ def _compare_links(harness: Harness, size: Size, rates: tuple[str, str], blind_i
         with tempfile.TemporaryDirectory() as scratch:
             topology = link_topology(rates, Path(scratch) / "machines.yaml")
             ours = run_over_links(size, rates, interfaces, Path(scratch), [f"planner.topology={topology}"])
-        case = {"links": links, "blind": name, "k": 2, "batch": size.batch, "dim": size.dim}
+        case = {"links": links, "blind": name, "k": K, "batch": size.batch, "dim": size.dim}
         _record_steps(harness, case, ours.steps_s, blind.steps_s)
         for interface, sent in ours.sent_bytes.items():
             harness.record(case, f"MB sent over {interface}", "MB", sent / 1e6, "route_blind", blind.sent_bytes[interface] / 1e6)

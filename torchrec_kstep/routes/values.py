@@ -99,11 +99,9 @@ class JobRoutes:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "JobRoutes":
         """Reads what `to_json` returned."""
-        ranks = tuple(
-            RankRoutes(**{name: tuple(value) if isinstance(value, list) else value for name, value in rank.items()})
-            for rank in values["ranks"]
-        )
-        return cls(values["topology"], tuple(values["ssd_paths"]), ranks)
+        ranks: list[dict[str, Any]] = values["ranks"]
+        made = [{name: tuple(value) if isinstance(value, list) else value for name, value in rank.items()} for rank in ranks]
+        return cls(values["topology"], tuple(values["ssd_paths"]), tuple(RankRoutes(**rank) for rank in made))
 
     def lines(self) -> list[str]:
         """One line per rank of the first host and its reasons; other hosts where they differ from it."""
