@@ -250,8 +250,8 @@ def is_for_fitting(names: Sequence[str]) -> list[bool]:
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     """Spearman's."""
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    ranks = np.array([np.argsort(np.argsort(values)) for values in (a, b)], dtype=np.float64)
+    return float(np.corrcoef(ranks)[0, 1])
 
 
 def judge(run: Harness, bench: Bench, wanted: Sequence[tuple[Layout, Case]]) -> None:
