@@ -189,6 +189,12 @@ def mixture_warnings(spec: MergeSpec, bias_correction: BiasCorrection | None, nu
             "moments=delta with row_merge=union: changes of averages are added up like steps, which blew up at k=100 and lost 0.002 AUC "
             "on Frappe at k=20; use moments=renew"
         )
+    if spec.row_states != "weights" and spec.m_period_rounds < spec.v_period_rounds:
+        found.append(
+            f"m_period_rounds={spec.m_period_rounds} below v_period_rounds={spec.v_period_rounds}: a replica that has hardly touched a row "
+            "gets the first moment of the others and keeps its own second one, which is small, so the row's next steps are far too long "
+            "(3 and 6 on Frappe: AUC -0.05, LogLoss 4 instead of 0.2); use v_period_rounds <= m_period_rounds"
+        )
     if spec.row_states != "weights" and 1 < spec.k <= 2 and spec.m_period_rounds == spec.v_period_rounds == 1 and spec.wire == "fp32":
         found.append(
             f"k={spec.k} with moments sent in fp32 every round moves more bytes than synchronous training; use k >= 5, row_states=auto, "

@@ -92,3 +92,10 @@ def test_one_replica_has_nothing_to_be_warned_of() -> None:
 def test_sending_moments_after_two_steps_is_more_than_synchronous_training_sends() -> None:
     assert any("more bytes" in text for text in mixture_warnings(MergeSpec(k=2), "row", 4))
     assert mixture_warnings(MergeSpec(k=2, row_states="weights"), "row", 4) == []
+
+
+@pytest.mark.parametrize(("periods", "is_warned"), [((3, 6), True), ((1, 2), True), ((6, 3), False), ((3, 3), False)])
+def test_a_first_moment_must_not_come_without_its_second(periods: tuple[int, int], is_warned: bool) -> None:
+    spec = MergeSpec(m_period_rounds=periods[0], v_period_rounds=periods[1])
+    assert any("far too long" in text for text in mixture_warnings(spec, "row", 4)) == is_warned
+    assert mixture_warnings(dataclasses.replace(spec, row_states="weights"), "row", 4) == []
