@@ -83,6 +83,8 @@ METHODS = {
     "default, int8": Method("default", {"wire": "int8"}),
     "default, moments of rows local": Method("default", {"row_states": "weights"}),
     "default, m every 3, v every 6 rounds": Method("default", {"m_period_rounds": 3, "v_period_rounds": 6}),
+    "default, v every 3, m every 6 rounds": Method("default", {"m_period_rounds": 6, "v_period_rounds": 3}),
+    "default, m and v every 3 rounds": Method("default", {"m_period_rounds": 3, "v_period_rounds": 3}),
     "default, moments=delta": Method("default", {"moments": "delta"}),
     "default, global bias": Method("default", {"bias_correction": "global"}),
     "default, frozen": Method("default", {"variant": "frozen"}),
@@ -93,7 +95,7 @@ METHODS = {
     "paper, frozen, amsgrad": Method("paper", {"variant": "frozen", "is_amsgrad": True}),
     "paper, bf16": Method("paper", {"wire": "bf16"}),
 }
-VARIANTS = tuple(name for name in METHODS if name.startswith(("default,", "paper,")) and "bf16" not in name and "int8" not in name)
+VARIANTS = tuple(name for name in METHODS if "," in name and not any(word in name for word in ("bf16", "int8", "every")))
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ STAGES = {
     "by_user": Stage("MovieLens-1M, every user on one replica", "ml1m_by_user", ("default", "paper")),
     "wires": Stage("Frappe, narrow wires", "frappe", ("default", "default, bf16", "default, int8", "paper, bf16")),
     "variants": Stage("Frappe, variants", "frappe", ("default", "paper", *VARIANTS)),
+    "periods": Stage("Frappe, periods of the moments", "frappe", ("default", *(name for name in METHODS if "every" in name))),
     "dlrm": Stage("MovieLens-1M, DLRM", "ml1m_dlrm", ("default", "paper")),
     "long_tail": Stage(
         "MovieLens-1M with crosses, DeepFM", "ml1m_crosses", ("default", "default, moments of rows local", "default, int8", "paper")
