@@ -10,8 +10,7 @@ Peers: `torchrec_sync`, TorchRec's tables spread over all hosts, every step (clo
 `formula` holds the count against rows touched and their union (`merge.message.sent_bytes`). Rounds that touch more rows than
 `MAX_UNION_ROWS` are not run but computed by that formula from drawn rows, and their metric says so.
 
-`merge rate` is rows of the union per second of a round, beside the same bytes by gloo's all-to-all in the same run; four hosts
-share this machine's cores, so neither is what hosts of their own would show.
+How fast rounds are is measured by `bench_merge_rate` and `bench_slow_network`.
 """
 
 import json
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     harness = Harness.from_command_line("merge", __doc__, argv)
     num_hosts, batch, dim = (2, 64, 16) if harness.quick else (4, 2048, 64)
     intervals = (1, 5) if harness.quick else (1, 5, 20, 100)
-    datasets = ("criteo",) if harness.quick else tuple(DATA_ROWS)
+    datasets = ("criteo",) if harness.quick else ("criteo", "equal")
     reason = why_unavailable()
     if reason:
         print(f"merge: bytes are those handed to the collective: {reason}")
@@ -175,9 +174,6 @@ def _record(
     if measured is None:
         return
     harness.record(shown, "bytes against the formula", "B", sent, "formula", formula)
-    if "merge_s" in measured and measured["merge_s"] > 0:
-        rate, peer = (measured["num_union_rows"] / measured[name] for name in ("merge_s", "all_to_all_s"))
-        harness.record(shown, "merge rate", "rows/s", rate, "gloo_all_to_all", peer, higher_is_better=True)
 
 
 if __name__ == "__main__":

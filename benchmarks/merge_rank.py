@@ -1,12 +1,17 @@
-"""One rank of `bench_merge`: merge rounds over touched rows, or steps of TorchRec sharded over all hosts; prints what was sent as JSON.
+"""One rank of `bench_merge` and `bench_merge_rate`: merge rounds over touched rows, or steps of TorchRec sharded over all hosts.
+
+Prints what was sent, or how long it took, as JSON.
 
 python -m benchmarks.merge_rank merge '<JSON list of MergeCase>'
+python -m benchmarks.merge_rank rate '<JSON of {"cases": list of MergeCase, "num_rounds"}>'
 python -m benchmarks.merge_rank torchrec '<JSON of {"batch", "dim", "codec", "steps"}>'
 """
 
 import json
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +36,7 @@ CRITEO_ROWS = [
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652, 2173),
     *(4, 7046547, 18, 15, 286181, 105, 142572),
 ]
-DATA_ROWS = {"criteo": CRITEO_ROWS, "equal": [200_000] * 26}
+DATA_ROWS = {"criteo": CRITEO_ROWS, "equal": [200_000] * 26, "small": [1000] * 26}
 # Fields by how they are sent: periods of moments in rounds; None: moments are not sent.
 STATES: dict[str, tuple[int, int] | None] = {"weights": None, "w1_m3_v6": (3, 6), "all": (1, 1)}
 
@@ -73,10 +78,16 @@ class MergeCase:
 
 
 def draw(num_rows: int, count: int, noise: np.random.Generator) -> np.ndarray:
-    """Draws Zipf ids by the inverse of the continuous distribution, and returns the different ones, ascending."""
+    """Draws Zipf ids and returns the different ones, ascending."""
+    return np.unique(draw_ids(num_rows, count, noise))
+
+
+def draw_ids(num_rows: int, count: int, noise: np.random.Generator) -> np.ndarray:
+    """Draws Zipf ids by the inverse of the continuous distribution."""
     power = 1.0 - ZIPF
     ids = ((num_rows**power - 1) * noise.random(count) + 1) ** (1 / power)
-    return np.unique(np.minimum(ids.astype(np.int64), num_rows) - 1)
+    found: np.ndarray = np.minimum(ids.astype(np.int64), num_rows) - 1
+    return found
 
 
 def touched_rows(case: MergeCase, replica: int, round_index: int) -> list[np.ndarray]:
@@ -113,41 +124,101 @@ def interface_bytes() -> int:
     return sum(int(line.split(":")[1].split()[8]) for line in lines if line.split(":")[0].strip().startswith("eth"))
 
 
-def all_to_all_s(report: RoundReport, num_replicas: int) -> float:
-    """Times gloo's all-to-all of as many bytes as the messages of a round, as often as there were buckets."""
-    total_s = 0.0
-    for phase in ("up", "down"):
-        part = torch.tensor(report.sent_bytes[phase] // max(1, num_replicas - 1) // max(1, report.num_buckets))
-        dist.all_reduce(part, dist.ReduceOp.MAX)  # hosts own about as many rows each, not exactly
-        payload = torch.zeros(int(part) * num_replicas, dtype=torch.uint8)
-        received = torch.empty_like(payload)
-        dist.barrier()
-        begin_s = time.perf_counter()
-        for _ in range(report.num_buckets):
-            dist.all_to_all_single(received, payload)
-        total_s += time.perf_counter() - begin_s
-    return total_s
+class AllToAll:
+    """Gloo's all-to-all of as many bytes as a round sends, in as many messages; memory is there before the clock runs."""
+
+    def __init__(self, report: RoundReport, num_replicas: int) -> None:
+        """Takes the sizes of a round: of each leg the largest part that a rank sends another, the same on all ranks."""
+        self._num_buckets = report.num_buckets
+        self._payloads = []
+        for phase in ("up", "down"):
+            part = torch.tensor(report.sent_bytes[phase] // max(1, num_replicas - 1) // max(1, report.num_buckets))
+            dist.all_reduce(part, dist.ReduceOp.MAX)  # hosts own about as many rows each, not exactly
+            payload = torch.ones(int(part) * num_replicas, dtype=torch.uint8)
+            self._payloads.append((payload, torch.ones_like(payload)))
+
+    def run(self) -> None:
+        """Exchanges."""
+        for payload, received in self._payloads:
+            for _ in range(self._num_buckets):
+                dist.all_to_all_single(received, payload)
+
+
+def copy_bytes_per_s(num_bytes: int = 1 << 28) -> float:
+    """Times a copy that all ranks make at once: bytes copied per second and rank."""
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+    dist.barrier()
+    begin_s = time.perf_counter()
+    target.copy_(source)
+    dist.barrier()
+    return num_bytes / (time.perf_counter() - begin_s)
+
+
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Returns seconds until all ranks have made a call, and seconds that this one's threads ran meanwhile."""
+    dist.barrier()
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    call()
+    dist.barrier()
+    return time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+
+
+def run_rate(case: MergeCase, group: RowGroup, joined: ProcessGroupTransport, num_rounds: int) -> dict[str, Any]:
+    """Times rounds and the same bytes by all-to-all, in turns; the first round is warm-up."""
+    merger = RowMerger([group], case.spec, joined)
+    merge_s: list[tuple[float, float]] = []
+    peer_s: list[tuple[float, float]] = []
+    reports: list[RoundReport] = []
+    peer: AllToAll | None = None
+
+    def merge_once() -> None:
+        reports.append(merger.merge(len(reports), case.k, is_full=True))
+
+    for _ in range(num_rounds + 1):
+        touch(group, touched_rows(case, joined.index, 0))
+        merge_s.append(timed(merge_once))
+        peer = peer or AllToAll(reports[0], joined.num_replicas)
+        peer_s.append(timed(peer.run))
+    report = reports[-1]
+    phases = [dict(report.duration_s) for report in reports[1:]]
+    return {
+        "case": asdict(case),
+        "merge_s": [wall_s for wall_s, _ in merge_s[1:]],
+        "merge_cpu_s": [cpu_s for _, cpu_s in merge_s[1:]],
+        "all_to_all_s": [wall_s for wall_s, _ in peer_s[1:]],
+        "all_to_all_cpu_s": [cpu_s for _, cpu_s in peer_s[1:]],
+        "phases_s": {name: statistics.median(own.get(name, 0.0) for own in phases) for name in phases[-1]},
+        "copy_bytes_per_s": copy_bytes_per_s(),
+        "num_own_rows": sum(report.num_own_rows.values()),
+        "num_union_rows": sum(report.num_union_rows.values()),
+        "sent_bytes": report.total_sent_bytes,
+        "num_buckets": report.num_buckets,
+    }
+
+
+def rate(cases: list[MergeCase], num_rounds: int) -> None:
+    """Times rounds of all cases."""
+    joined = ProcessGroupTransport(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), TIMEOUT_S)
+    for case in cases:
+        group = make_group(case.data, case.dim, 0 if case.states == "weights" else case.spec.num_trackers)
+        print(json.dumps(run_rate(case, group, joined, num_rounds)), flush=True)
 
 
 def run_merge(case: MergeCase, group: RowGroup, joined: ProcessGroupTransport) -> dict[str, Any]:
     """Merges once per period and returns bytes per step and rows."""
     merger = RowMerger([group], case.spec, joined)
     collective_bytes = interface = 0
-    merge_s = peer_s = 0.0
     num_own = num_union = 0
     for round_index in range(case.num_rounds):
         touch(group, touched_rows(case, joined.index, round_index))
         dist.barrier()
         before = interface_bytes()
-        begin_s = time.perf_counter()
         report = merger.merge(round_index, case.k)
         dist.barrier()
-        merge_s += time.perf_counter() - begin_s
         interface += interface_bytes() - before
         collective_bytes += report.total_sent_bytes
         num_own += sum(report.num_own_rows.values())
         num_union += sum(report.num_union_rows.values())
-        peer_s += all_to_all_s(report, joined.num_replicas)
     num_steps = case.num_rounds * case.k
     return {
         "case": asdict(case),
@@ -155,10 +226,6 @@ def run_merge(case: MergeCase, group: RowGroup, joined: ProcessGroupTransport) -
         "collective_bytes": collective_bytes / num_steps,
         "num_own_rows": num_own,
         "num_union_rows": num_union,
-        "merge_s": merge_s,
-        "all_to_all_s": peer_s,
-        "phases_s": dict(report.duration_s),
-        "num_buckets": report.num_buckets,
     }
 
 
@@ -223,6 +290,8 @@ def main(argv: list[str]) -> None:
     kind, settings = argv[0], json.loads(argv[1])
     if kind == "merge":
         merge([MergeCase(**case) for case in settings])
+    elif kind == "rate":
+        rate([MergeCase(**case) for case in settings["cases"]], settings["num_rounds"])
     else:
         torchrec_steps(**settings)
     dist.barrier()  # nobody tears its connections down while a peer still uses them

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/status.h"
+#include "compute/wire.h"
 
 namespace kstep {
 
@@ -16,10 +17,13 @@ enum class MergePolicy : int { Union = 0, Touched = 1, Mean = 2 };
 
 // What one replica sent.
 struct MergePart {
-  const void* rows = nullptr;  // [num_rows] int64 or int32, strictly ascending
-  const std::int32_t* counts = nullptr;
-  std::vector<const float*> values;  // per field [num_rows, dim]
+  const void* rows = nullptr;    // [num_rows] int64 or int32, strictly ascending
+  const void* counts = nullptr;  // [num_rows] of count_bytes each
+  std::uint32_t count_bytes = 0;  // 1, 2 or 4; 0: every row counts once
+  std::vector<WireRows> values;  // per field
   std::size_t num_rows = 0;
+
+  std::int32_t count(std::size_t index) const;
 };
 
 // Which contributions belong to which merged row.
@@ -44,8 +48,8 @@ struct MergeRule {
   std::vector<bool> is_averaged;  // per field: averaged by counts (moments in renewed form) instead of scaled by the policy
 };
 
-// u_real: [U]; values: [fields, U, dim].
-void reduce_parts(const std::vector<MergePart>& parts, const MergePlan& plan, const MergeRule& rule, std::size_t dim, int num_threads,
-                  float* u_real, float* values);
+// u_real: [U] or null; values: per field, packed.
+void reduce_parts(const std::vector<MergePart>& parts, const MergePlan& plan, bool rows_are_int32, const MergeRule& rule,
+                  std::size_t dim, int num_threads, float* u_real, const std::vector<WireTarget>& values);
 
 }  // namespace kstep

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "compute/table_group.h"
+#include "compute/wire.h"
 
 namespace kstep {
 
@@ -28,13 +29,21 @@ Status collect_rows(const TrackedTable& at, const std::uint64_t* rows, std::size
 struct MergedRows {
   const std::uint64_t* rows = nullptr;  // strictly ascending
   std::size_t num_rows = 0;
-  const float* u_real = nullptr;        // [num_rows] touches that each merged row stands for
-  std::vector<const float*> values;     // per field [num_rows, dim]
+  const float* u_real = nullptr;        // [num_rows] touches that each merged row stands for; null: 1
+  std::vector<WireRows> values;         // per field
+};
+
+// What applying told.
+struct ApplyResult {
+  std::int64_t num_rows_read = 0;  // had to be read from SSD
+  // Of every few rows that this replica had touched: sums of absolute differences of its weights to the merged ones, and to those of
+  // the round before.
+  double distance = 0.0, way = 0.0;
 };
 
 // Applies to the detached round if there is one, else to the running one. `step`: the optimizer's step that corrects the bias of
-// a frozen v_hat (BiasCorrection::Global). num_rows_read: rows that had to be read from SSD.
+// a frozen v_hat (BiasCorrection::Global).
 Status apply_merged(const TrackedTable& at, const MergedRows& merged, MergeForm form, std::uint64_t step, int num_threads,
-                    std::int64_t* num_rows_read);
+                    ApplyResult* result);
 
 }  // namespace kstep

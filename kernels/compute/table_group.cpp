@@ -90,7 +90,7 @@ Status TableGroup::make(std::unique_ptr<RowSource> source, const OptimizerSpec& 
     group->trackers_.emplace_back();
     for (std::uint32_t counter : group->layouts_.back().touches) {
       if (counter == RecordSchema::kNoField) break;
-      group->trackers_.back().emplace_back(counter);
+      group->trackers_.back().emplace_back(counter, table.num_rows);
     }
   }
   group->num_updated_.assign(group->tables().size(), 0);
@@ -403,7 +403,7 @@ Status TableGroup::prepare_sinks(const std::int64_t* table_offsets) {
         return Status::busy("table '" + tables()[t].name + "'",
                             "a merge round has begun to apply; finish it with clear_touched before the next update");
       }
-      tracker.reserve(static_cast<std::size_t>(num_rows));
+      KSTEP_RETURN_IF_ERROR(tracker.reserve(static_cast<std::size_t>(num_rows)));
       sinks_[t * kMaxTrackers + i] = tracker.sink();
     }
   }

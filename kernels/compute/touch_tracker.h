@@ -2,7 +2,8 @@
 //
 // A record counts its updates in a field of its own ("touches"); a tracker lists the rows whose counter left zero and,
 // once `keep` was called, copies of chosen fields from before that update. Bases live in DRAM only, in chunks that are
-// never moved: their memory follows the rows touched in one round. A table has one tracker per merge period.
+// never moved: their memory follows the rows touched in one round. Chunks of large tables lie on huge pages, because a merge
+// round reads bases in the order of row ids, which is none in memory. A table has one tracker per merge period.
 //
 // A round can be set apart (`detach`) while its exchange is under way: updates then fill the next one.
 // Ownership: owns its lists and bases. Threads: the caller's lock; the kernels write through `sink` between `reserve` and
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "compute/touch_sink.h"
+#include "tier/huge_buffer.h"
 
 namespace kstep {
 
@@ -40,14 +42,18 @@ class TouchRound {
 
  private:
   friend class TouchTracker;
+  struct Chunk {
+    HugeBuffer huge;
+    std::unique_ptr<float[]> small;  // where `huge` is empty
+  };
   float* slot(std::uint32_t index) const {
-    return chunks_[index >> chunk_shift_].get() + std::size_t{index & ((1u << chunk_shift_) - 1)} * base_floats_;
+    return chunk_pointers_[index >> chunk_shift_] + std::size_t{index & ((1u << chunk_shift_) - 1)} * base_floats_;
   }
 
   std::uint32_t base_floats_ = 0, chunk_shift_ = 0;
   std::uint64_t num_rows_ = 0;
   std::vector<std::uint64_t> slot_rows_;                // [>= num_rows] in the order of slots
-  std::vector<std::unique_ptr<float[]>> chunks_;
+  std::vector<Chunk> chunks_;
   std::vector<float*> chunk_pointers_;
   std::vector<std::uint64_t> sorted_rows_;
   std::vector<std::uint32_t> order_;                    // slot of each sorted row
@@ -55,15 +61,16 @@ class TouchRound {
 
 class TouchTracker {
  public:
-  explicit TouchTracker(std::uint32_t counter) : counter_(counter) {}
+  // `num_rows` of the table bounds the size of a chunk.
+  TouchTracker(std::uint32_t counter, std::uint64_t num_rows) : counter_(counter), num_table_rows_(num_rows) {}
 
   std::uint32_t counter() const { return counter_; }
   const std::vector<Span>& spans() const { return spans_; }
   // From now on keep bases of these spans. REQUIRES: no row is touched, at most kMaxSpans.
   void keep(std::vector<Span> spans);
 
-  // Makes room for the first touches of an update of `num_rows` rows.
-  void reserve(std::size_t num_rows);
+  // Makes room for the first touches of an update of `num_rows` rows. Fails if memory is exhausted.
+  Status reserve(std::size_t num_rows);
   TouchSink sink();
 
   TouchRound& current() { return current_; }
@@ -79,6 +86,7 @@ class TouchTracker {
   void reset(TouchRound* round) const;
 
   const std::uint32_t counter_;
+  const std::uint64_t num_table_rows_;
   std::vector<Span> spans_;
   TouchRound current_, detached_;
   bool has_detached_ = false;

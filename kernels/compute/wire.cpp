@@ -126,19 +126,47 @@ std::size_t wire_row_bytes(Wire wire, std::size_t dim) {
   return wire == Wire::Bf16 ? dim * sizeof(std::uint16_t) : sizeof(float) + dim;
 }
 
+RowNoise::RowNoise(std::uint64_t salt) : mixed_(mix64(salt)) {}
+
+std::uint64_t RowNoise::key(std::uint64_t row) const { return mix64(mixed_ + (row + 1) * kGolden); }
+
+void wire_encode_row(Wire wire, const float* values, std::size_t dim, std::uint64_t key, std::uint8_t* encoded) {
+  switch (wire) {
+    case Wire::Fp32: std::memcpy(encoded, values, dim * sizeof(float)); return;
+    case Wire::Bf16: encode_bf16(values, dim, key, encoded); return;
+    case Wire::Int8: encode_int8(values, dim, key, encoded); return;
+  }
+}
+
+const float* wire_decode_row(const WireRows& rows, std::size_t index, std::size_t dim, float* scratch) {
+  const std::uint8_t* encoded = rows.data + index * wire_row_bytes(rows.wire, dim);
+  if (rows.wire == Wire::Fp32) return reinterpret_cast<const float*>(encoded);
+  if (rows.wire == Wire::Bf16) {
+    decode_bf16(encoded, dim, scratch);
+  } else {
+    decode_int8(encoded, dim, scratch);
+  }
+  return scratch;
+}
+
+bool all_finite(const float* values, std::size_t count) {
+  std::uint32_t found = 0, bits[kBlock];
+  for (std::size_t begin = 0; begin < count; begin += kBlock) {
+    const std::size_t size = std::min(kBlock, count - begin);
+    std::memcpy(bits, values + begin, size * sizeof(float));
+    for (std::size_t j = 0; j < size; ++j) found |= (bits[j] & kMagnitude) >= kInfinity ? 1u : 0u;
+  }
+  return found == 0;
+}
+
 void wire_encode(const float* values, std::size_t num_rows, std::size_t dim, Wire wire, const void* rows, bool rows_are_int32,
                  std::uint64_t salt, int num_threads, std::uint8_t* encoded) {
-  const std::uint64_t mixed = mix64(salt);
+  const RowNoise noise(salt);
   const std::size_t row_bytes = wire_row_bytes(wire, dim);
   for_rows(num_threads, num_rows, [&](std::size_t i) {
     const auto row = rows_are_int32 ? static_cast<std::uint64_t>(static_cast<const std::int32_t*>(rows)[i])
                                     : static_cast<std::uint64_t>(static_cast<const std::int64_t*>(rows)[i]);
-    const std::uint64_t key = mix64(mixed + (row + 1) * kGolden);
-    if (wire == Wire::Bf16) {
-      encode_bf16(values + i * dim, dim, key, encoded + i * row_bytes);
-    } else {
-      encode_int8(values + i * dim, dim, key, encoded + i * row_bytes);
-    }
+    wire_encode_row(wire, values + i * dim, dim, noise.key(row), encoded + i * row_bytes);
   });
 }
 

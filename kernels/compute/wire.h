@@ -14,8 +14,38 @@ namespace kstep {
 
 enum class Wire : int { Fp32 = 0, Bf16 = 1, Int8 = 2 };
 
-// Bytes of one packed row; Fp32 is listed for completeness, nothing packs it.
+// Bytes of one packed row.
 std::size_t wire_row_bytes(Wire wire, std::size_t dim);
+
+// Rows of one field as they lie in a message: [num_rows, wire_row_bytes], at a multiple of 4 bytes.
+struct WireRows {
+  const std::uint8_t* data = nullptr;
+  Wire wire = Wire::Fp32;
+};
+
+// Where rows of one field are to be packed, and what their noise depends on beside row and column.
+struct WireTarget {
+  std::uint8_t* data = nullptr;
+  Wire wire = Wire::Fp32;
+  std::uint64_t salt = 0;
+};
+
+// The noise of one row under a salt.
+class RowNoise {
+ public:
+  explicit RowNoise(std::uint64_t salt);
+  std::uint64_t key(std::uint64_t row) const;
+
+ private:
+  std::uint64_t mixed_;
+};
+
+// One row; `key` is its noise. Fp32 is a copy.
+void wire_encode_row(Wire wire, const float* values, std::size_t dim, std::uint64_t key, std::uint8_t* encoded);
+// Row `index` as floats: where it lies if it travels as such, else in `scratch` [dim].
+const float* wire_decode_row(const WireRows& rows, std::size_t index, std::size_t dim, float* scratch);
+// Whether none of the values is NaN or infinite.
+bool all_finite(const float* values, std::size_t count);
 
 // `rows` (int64 or int32) and `salt` determine the noise. encoded: [num_rows, wire_row_bytes].
 void wire_encode(const float* values, std::size_t num_rows, std::size_t dim, Wire wire, const void* rows, bool rows_are_int32,

@@ -12,10 +12,12 @@ namespace kstep {
 namespace {
 
 constexpr std::size_t kMinBytes = std::size_t{1} << 20;
-constexpr std::size_t kMaxFree = 4;
+constexpr std::size_t kMaxFreeOutputs = 4, kMaxFreeMessages = 12;
 
 class BufferPool {
  public:
+  explicit BufferPool(std::size_t max_free) : max_free_(max_free) {}
+
   HugeBuffer take(std::size_t bytes) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -35,18 +37,37 @@ class BufferPool {
 
   void give_back(HugeBuffer buffer) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (free_.size() == kMaxFree) free_.erase(free_.begin());  // the one that waited longest
+    if (free_.size() == max_free_) free_.erase(free_.begin());  // the one that waited longest
     free_.push_back(std::move(buffer));
   }
 
  private:
+  const std::size_t max_free_;
   std::mutex mutex_;
   std::vector<HugeBuffer> free_;
 };
 
-BufferPool& pool() {
-  static BufferPool* instance = new BufferPool;  // tensors may outlive static destruction
+BufferPool& output_pool() {
+  static BufferPool* instance = new BufferPool(kMaxFreeOutputs);  // tensors may outlive static destruction
   return *instance;
+}
+
+BufferPool& message_pool() {
+  static BufferPool* instance = new BufferPool(kMaxFreeMessages);
+  return *instance;
+}
+
+at::Tensor recycled(BufferPool& pool, at::IntArrayRef sizes, std::size_t bytes, at::ScalarType dtype) {
+  const auto options = at::TensorOptions().dtype(dtype);
+  if (bytes < kMinBytes) return at::empty(sizes, options);
+  auto* buffer = new HugeBuffer(pool.take(bytes));
+  return at::from_blob(
+      buffer->data(), sizes,
+      [buffer, &pool](void*) {
+        pool.give_back(std::move(*buffer));
+        delete buffer;
+      },
+      options);
 }
 
 }  // namespace
@@ -54,16 +75,11 @@ BufferPool& pool() {
 at::Tensor empty_output(at::IntArrayRef sizes) {
   std::size_t bytes = sizeof(float);
   for (int64_t size : sizes) bytes *= static_cast<std::size_t>(size);
-  const auto options = at::TensorOptions().dtype(at::kFloat);
-  if (bytes < kMinBytes) return at::empty(sizes, options);
-  auto* buffer = new HugeBuffer(pool().take(bytes));
-  return at::from_blob(
-      buffer->data(), sizes,
-      [buffer](void*) {
-        pool().give_back(std::move(*buffer));
-        delete buffer;
-      },
-      options);
+  return recycled(output_pool(), sizes, bytes, at::kFloat);
+}
+
+at::Tensor empty_message(int64_t num_bytes) {
+  return recycled(message_pool(), {num_bytes}, static_cast<std::size_t>(num_bytes), at::kByte);
 }
 
 }  // namespace kstep

@@ -2,7 +2,7 @@
 //
 // A 50 MB output that is allocated afresh costs 13,000 page faults per step, about as much as filling it. Outputs of at
 // least kMinBytes therefore come from huge-page buffers that return here when their tensor dies.
-// Bounds: at most kMaxFree buffers wait; a buffer serves requests down to half its size, so that a smaller batch does not
+// Bounds: a few buffers wait (more for messages, of which a merge round has seven at a time); a buffer serves requests down to half its size, so that a smaller batch does not
 // hold a larger buffer for ever. Threads: all functions may be called from any thread.
 #pragma once
 
@@ -12,5 +12,7 @@ namespace kstep {
 
 // An uninitialised float32 CPU tensor.
 at::Tensor empty_output(at::IntArrayRef sizes);
+// An uninitialised uint8 CPU tensor [num_bytes], at a multiple of 64 bytes: a message.
+at::Tensor empty_message(int64_t num_bytes);
 
 }  // namespace kstep

@@ -4,52 +4,17 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <algorithm>
-
 #include "compute/merge_reduce.h"
 #include "compute/merge_rows.h"
 #include "compute/wire.h"
 #include "ops/buffer_pool.h"
+#include "ops/merge_arguments.h"
 #include "ops/row_group.h"
 
 namespace kstep {
 namespace {
 
 using at::Tensor;
-
-TrackedTable checked_tracked(const GroupState& state, int64_t table, int64_t tracker) {
-  const std::uint32_t t = checked_table(state, table);
-  return {state.tables.get(), t, checked_tracker(state, t, tracker)};
-}
-
-MergeForm checked_form(int64_t form) {
-  TORCH_CHECK_VALUE(form == 0 || form == 1, "form ", form, ", expected 0 (renew) or 1 (delta)");
-  return static_cast<MergeForm>(form);
-}
-
-bool checked_row_type(const Tensor& rows) {
-  TORCH_CHECK_TYPE(rows.scalar_type() == at::kLong || rows.scalar_type() == at::kInt, "rows are ", rows.scalar_type(),
-                   ", expected int64 or int32");
-  TORCH_CHECK_VALUE(rows.is_contiguous(), "rows must be contiguous");
-  return rows.scalar_type() == at::kInt;
-}
-
-// Rows of a table as the sources take them; `wide` holds them where they come as int32.
-const std::uint64_t* checked_rows(const TableSpec& table, const Tensor& rows, std::vector<std::uint64_t>* wide) {
-  const bool is_int32 = checked_row_type(rows);
-  const auto num_rows = static_cast<std::size_t>(rows.numel());
-  if (is_int32) wide->resize(num_rows);
-  int64_t last = -1;
-  for (std::size_t i = 0; i < num_rows; ++i) {
-    const int64_t row = is_int32 ? rows.const_data_ptr<int32_t>()[i] : rows.const_data_ptr<int64_t>()[i];
-    TORCH_CHECK_VALUE(row >= 0 && row < static_cast<int64_t>(table.num_rows), "row ", row, " is outside table '", table.name, "' of ",
-                      table.num_rows, " rows");
-    TORCH_CHECK_VALUE(last < row, "rows must be strictly ascending; rows[", i, "] is ", row);
-    last = row;
-    if (is_int32) (*wide)[i] = static_cast<std::uint64_t>(row);
-  }
-  return is_int32 ? wide->data() : reinterpret_cast<const std::uint64_t*>(rows.const_data_ptr<int64_t>());  // none is negative
-}
 
 std::tuple<Tensor, Tensor> merge_collect(int64_t group, int64_t table, int64_t tracker, const Tensor& rows, int64_t form,
                                          int64_t num_fields, int64_t dim) {
@@ -78,13 +43,12 @@ MergePart checked_part(const Tensor& rows, const Tensor& counts, at::TensorList 
   MergePart part;
   part.rows = rows.const_data_ptr();
   part.counts = counts.const_data_ptr<int32_t>();
+  part.count_bytes = sizeof(int32_t);
   part.num_rows = static_cast<std::size_t>(rows.numel());
-  for (std::size_t i = 0; i < part.num_rows; ++i) {
-    TORCH_CHECK_VALUE(part.counts[i] >= 1, "counts[", i, "] is ", part.counts[i], ": a row that was sent was touched at least once");
-  }
+  check_counts(part);
   for (const Tensor& value : values) {
     check_tensor(value, "values", at::kFloat, rows.numel() * dim);
-    part.values.push_back(value.const_data_ptr<float>());
+    part.values.push_back({reinterpret_cast<const std::uint8_t*>(value.const_data_ptr<float>()), Wire::Fp32});
   }
   return part;
 }
@@ -100,6 +64,7 @@ std::tuple<Tensor, Tensor, Tensor> merge_reduce(at::TensorList rows, at::TensorL
                     num_replicas, ", expected at least 1 and the ", num_parts, " parts");
   TORCH_CHECK_VALUE(values[0].dim() == 2, "values are ", values[0].sizes(), ", expected [n, dim]");
   const int64_t dim = values[0].size(1);
+  TORCH_CHECK_VALUE(dim >= 1 && dim <= kMaxDim, "dim ", dim, ", expected 1 to ", kMaxDim);
   std::vector<MergePart> parts;
   for (std::size_t p = 0; p < num_parts; ++p) {
     parts.push_back(checked_part(rows[p], counts[p], values.slice(p * num_fields, num_fields), rows[0].scalar_type(), dim));
@@ -111,8 +76,12 @@ std::tuple<Tensor, Tensor, Tensor> merge_reduce(at::TensorList rows, at::TensorL
   Tensor u_real = at::empty({num_rows}, at::kFloat);
   Tensor merged = empty_output({static_cast<int64_t>(num_fields), num_rows, dim});
   const MergeRule rule{static_cast<MergePolicy>(policy), num_steps, num_replicas, std::vector<bool>(is_averaged.begin(), is_averaged.end())};
-  reduce_parts(parts, plan, rule, static_cast<std::size_t>(dim), at::get_num_threads(), u_real.mutable_data_ptr<float>(),
-               merged.mutable_data_ptr<float>());
+  std::vector<WireTarget> targets;
+  for (int64_t f = 0; f < static_cast<int64_t>(num_fields); ++f) {
+    targets.push_back({reinterpret_cast<std::uint8_t*>(merged.mutable_data_ptr<float>() + f * num_rows * dim), Wire::Fp32, 0});
+  }
+  reduce_parts(parts, plan, rows[0].scalar_type() == at::kInt, rule, static_cast<std::size_t>(dim), at::get_num_threads(),
+               u_real.mutable_data_ptr<float>(), targets);
   write_merged_rows(parts, plan, rows[0].scalar_type() == at::kInt, merged_rows.mutable_data_ptr());
   return {merged_rows, u_real, merged};
 }
@@ -134,12 +103,11 @@ int64_t merge_apply(int64_t group, int64_t table, int64_t tracker, const Tensor&
   merged.u_real = u_real.const_data_ptr<float>();
   for (const Tensor& value : values) {
     check_tensor(value, "values", at::kFloat, rows.numel() * spec.dim);
-    merged.values.push_back(value.const_data_ptr<float>());
+    merged.values.push_back({reinterpret_cast<const std::uint8_t*>(value.const_data_ptr<float>()), Wire::Fp32});
   }
-  std::int64_t num_rows_read = 0;
-  const std::uint64_t bias_step = step > 0 ? static_cast<std::uint64_t>(step) : std::max<std::uint64_t>(state->step.step, 1);
-  check(apply_merged(at, merged, checked_form(form), bias_step, at::get_num_threads(), &num_rows_read));
-  return num_rows_read;
+  ApplyResult result;
+  check(apply_merged(at, merged, checked_form(form), bias_step(*state, step), at::get_num_threads(), &result));
+  return result.num_rows_read;
 }
 
 Wire checked_wire(int64_t wire) {

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "compute/merge_message.h"
 #include "compute/merge_reduce.h"
 #include "compute/merge_rows.h"
 #include "compute/wire.h"
@@ -90,21 +91,61 @@ TEST(MergeRounds, OneReplicaEndsWhereItWas) {
   ASSERT_TRUE(collect_rows(at, rows.data(), rows.size(), MergeForm::Delta, 4, counts.data(), changes.data()).ok());
   part.rows = rows.data();
   part.counts = counts.data();
-  part.values = {changes.data()};
+  part.count_bytes = sizeof(std::int32_t);
+  part.values = {{reinterpret_cast<const std::uint8_t*>(changes.data()), Wire::Fp32}};
   part.num_rows = rows.size();
   MergePlan plan;
   ASSERT_TRUE(plan_merge({part}, false, &plan).ok());
   ASSERT_EQ(plan.num_rows(), rows.size());
   std::vector<float> u_real(rows.size()), merged(changes.size());
-  reduce_parts({part}, plan, {MergePolicy::Union, 2, 1, {false}}, kDim, 4, u_real.data(), merged.data());
+  const WireTarget target{reinterpret_cast<std::uint8_t*>(merged.data()), Wire::Fp32, 0};
+  reduce_parts({part}, plan, false, {MergePolicy::Union, 2, 1, {false}}, kDim, 4, u_real.data(), {target});
   EXPECT_EQ(merged, changes);
   for (std::size_t i = 0; i < rows.size(); ++i) ASSERT_EQ(u_real[i], static_cast<float>(counts[i]));
-  std::int64_t num_read = -1;
-  ASSERT_TRUE(apply_merged(at, {rows.data(), rows.size(), u_real.data(), {merged.data()}}, MergeForm::Delta, 2, 4, &num_read).ok());
-  EXPECT_EQ(num_read, 0);
+  ApplyResult result;
+  const WireRows values{reinterpret_cast<const std::uint8_t*>(merged.data()), Wire::Fp32};
+  ASSERT_TRUE(apply_merged(at, {rows.data(), rows.size(), u_real.data(), {values}}, MergeForm::Delta, 2, 4, &result).ok());
+  EXPECT_EQ(result.num_rows_read, 0);
+  EXPECT_LT(result.distance, 1e-5 * result.way) << "alone, a replica is where the merge goes";
+  EXPECT_GT(result.way, 0.0);
   const std::vector<float> after = weights_of(group.get(), rows);
   for (std::size_t j = 0; j < after.size(); ++j) ASSERT_NEAR(after[j], before[j], 2e-7f);
   EXPECT_EQ(group->clear_touched(0, 0).kind, StatusKind::Ok);
+}
+
+// Packs all touched rows for three receivers, one message after the other.
+std::vector<std::uint8_t> packed(TableGroup* group, const MessageFormat& format, int num_threads) {
+  const std::vector<std::uint64_t> rows = group->touched_rows(0, 0);
+  PackRequest request;
+  request.format = format;
+  request.first_key = 77;
+  request.salts = {5};
+  request.num_rows.assign(3, 0);
+  for (std::uint64_t row : rows) ++request.num_rows[owner_of(row + request.first_key, 3)];
+  std::size_t num_bytes = 0;
+  std::vector<std::size_t> begins;
+  for (std::size_t count : request.num_rows) {
+    begins.push_back(num_bytes);
+    num_bytes += sections_of(format, count).num_bytes;
+  }
+  std::vector<std::uint8_t> message(num_bytes, 0xEE);
+  for (std::size_t begin : begins) request.messages.push_back(message.data() + begin);
+  bool is_finite = false;
+  EXPECT_TRUE(pack_touched({group, 0, 0}, rows.data(), rows.size(), MergeForm::Renew, request, num_threads, &is_finite).ok());
+  EXPECT_TRUE(is_finite);
+  request.num_rows[0] += 1;
+  EXPECT_EQ(pack_touched({group, 0, 0}, rows.data(), rows.size(), MergeForm::Renew, request, 1, &is_finite).kind, StatusKind::InvalidArgument);
+  return message;
+}
+
+TEST(MergeMessage, BytesDoNotDependOnTheNumberOfThreads) {
+  auto group = make_group();
+  ASSERT_TRUE(group->track(0, 0, {"weight"}).ok());
+  for (std::size_t stride : {3u, 2u}) update(group.get(), stride, 4);
+  for (Wire wire : {Wire::Fp32, Wire::Bf16, Wire::Int8}) {
+    const MessageFormat format{4, 1, kDim, {wire}};
+    EXPECT_EQ(packed(group.get(), format, 1), packed(group.get(), format, 4));
+  }
 }
 
 TEST(Wire, PackedRowsDoNotDependOnTheNumberOfThreads) {

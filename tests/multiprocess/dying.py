@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torchrec_kstep.merge.transport import Exchange, ProcessGroupTransport
-from torchrec_kstep.ops import merge as ops
+from torchrec_kstep.merge.transport import Arrival, Exchange, ProcessGroupTransport
+from torchrec_kstep.ops import messages as ops
 
 
 def kill_self() -> None:
@@ -17,7 +17,7 @@ def kill_self() -> None:
 
 
 class Watched(ProcessGroupTransport):
-    """Calls a function before every exchange, and after the last wait of it."""
+    """Calls a function before every exchange begins, and after what it brings was waited for."""
 
     def __init__(self, inner: ProcessGroupTransport, before: Callable[[int, str], None], after: Callable[[int, str], None]) -> None:
         """`before` and `after` take the number of the exchange, from 0, and its phase."""
@@ -25,11 +25,20 @@ class Watched(ProcessGroupTransport):
         self._before, self._after = before, after
         self._num_exchanges = 0
 
-    def exchange(self, exchange: Exchange) -> list[torch.Tensor]:
+    def begin(self, exchange: Exchange) -> Arrival:
         number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
         self._before(number, exchange.phase)
-        received = super().exchange(exchange)
-        self._after(number, exchange.phase)
+        return _WatchedArrival(super().begin(exchange), lambda: self._after(number, exchange.phase))
+
+
+class _WatchedArrival:
+    def __init__(self, inner: Arrival, after: Callable[[], None]) -> None:
+        self._inner = inner
+        self._after = after
+
+    def wait(self) -> list[torch.Tensor]:
+        received = self._inner.wait()
+        self._after()
         return received
 
 
@@ -51,11 +60,11 @@ def die_at_exchange(merger: Any, number: int, when: str) -> list[str]:
 
 
 def die_in_apply(number: int) -> None:
-    """Has this process die while piece `number` from now on, from 0, of merged rows is written."""
+    """Has this process die before bucket `number` from now on, from 0, of merged rows is written."""
     left = [number]
     apply = ops.apply
 
-    def dying(*arguments: Any, **options: Any) -> int:
+    def dying(*arguments: Any, **options: Any) -> Any:
         if left[0] == 0:
             kill_self()
         left[0] -= 1

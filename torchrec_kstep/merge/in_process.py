@@ -1,47 +1,70 @@
 """Replicas of one process that merge in lockstep: for studies and tests, with the code that runs between processes."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from torchrec_kstep.merge.replica import ReplicaRows
 from torchrec_kstep.merge.report import RoundReport
-from torchrec_kstep.merge.transport import Exchange, Rounds
+from torchrec_kstep.merge.transport import Exchange, Rounds, Wait
 from torchrec_kstep.merge_spec import MergeSpec
 from torchrec_kstep.ops.row_group import RowGroup
 
 Result = TypeVar("Result")
 
 
+class Delivered:
+    """What an exchange within a process brought."""
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        """Keeps the parts, by sender."""
+        self._parts = parts
+
+    def wait(self) -> list[torch.Tensor]:
+        """See `Arrival`."""
+        return self._parts
+
+
 def run_in_lockstep(replicas: Sequence[Rounds[Result]]) -> list[Result]:
-    """Runs the same rounds of all replicas, one exchange at a time, and returns their results by replica."""
+    """Runs the same rounds of all replicas, one request at a time, and returns their results by replica."""
     try:
         pending, results = _advance(replicas, [None] * len(replicas))
         while pending:
-            received = [[exchange.parts[receiver] for exchange in pending] for receiver in range(len(replicas))]
-            for receiver, parts in enumerate(received):
-                sizes = [part.numel() for part in parts]
-                assert sizes == list(pending[receiver].received_bytes), f"{pending[receiver].phase}: sizes {sizes} were not expected"
-            pending, results = _advance(replicas, received)
+            pending, results = _advance(replicas, answers(pending))
         return results
     finally:
         for replica in replicas:
             replica.close()
 
 
-def _advance(replicas: Sequence[Rounds[Result]], received: Sequence[list[torch.Tensor] | None]) -> tuple[list[Exchange], list[Result]]:
-    """Lets each replica come to its next exchange, or to its end."""
-    pending: list[Exchange] = []
+def answers(requests: Sequence[Exchange | Wait]) -> list[Any]:
+    """Answers what all replicas yielded at the same point of their rounds."""
+    if all(isinstance(request, Wait) for request in requests):
+        return [request.arrival.wait() for request in requests if isinstance(request, Wait)]
+    exchanges = [request for request in requests if isinstance(request, Exchange)]
+    phases = {exchange.phase for exchange in exchanges}
+    assert len(exchanges) == len(requests), f"replicas are not in step: some wait, others are at {phases}"
+    assert len(phases) == 1, f"replicas are not in step: {phases}"
+    delivered = []
+    for receiver, own in enumerate(exchanges):
+        parts = [exchange.parts[receiver] for exchange in exchanges]
+        sizes = [part.numel() for part in parts]
+        assert sizes == list(own.received_bytes), f"{own.phase}: sizes {sizes} were not expected"
+        delivered.append(Delivered(parts))
+    return delivered
+
+
+def _advance(replicas: Sequence[Rounds[Result]], given: Sequence[Any]) -> tuple[list[Exchange | Wait], list[Result]]:
+    """Lets each replica come to its next request, or to its end."""
+    pending: list[Exchange | Wait] = []
     results: list[Result] = []
-    for replica, parts in zip(replicas, received, strict=True):
+    for replica, answer in zip(replicas, given, strict=True):
         try:
-            pending.append(next(replica) if parts is None else replica.send(parts))
+            pending.append(next(replica) if answer is None else replica.send(answer))
         except StopIteration as end:
             results.append(end.value)
-    phases = {exchange.phase for exchange in pending}
-    assert len(phases) <= 1, f"replicas are not in step: {phases}"
-    assert not (pending and results), f"replicas are not in step: {len(results)} ended, the others are at {phases}"
+    assert not (pending and results), f"replicas are not in step: {len(results)} ended, {len(pending)} did not"
     return pending, results
 
 

@@ -14,8 +14,6 @@ from torchrec_kstep.optim_spec import AdamSpec, OptimizerSpec
 WEIGHT = "weight"
 MOMENTS = ("m", "v")
 _NARROW_ROWS = 1 << 31  # tables with fewer rows send their ids as int32
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio in 64 bits, as a signed number
-_SPREAD = 0xBF58476D1CE4E5B9 - (1 << 64)  # multiplier of splitmix64
 
 
 @dataclass(frozen=True)
@@ -136,10 +134,3 @@ def geometry(tables: Sequence[MergedTable], spec: MergeSpec, num_replicas: int) 
         fields = record_fields(table.group.tables[table.table], table.optimizer)
         parts.append((table.group.tables[table.table], table.num_shard_rows, fields, table.optimizer.kernel_options()))
     return hashlib.sha256(repr(parts).encode()).digest()
-
-
-def owners(table: MergedTable, rows: torch.Tensor, num_replicas: int) -> torch.Tensor:
-    """Returns `[n]` int64, which replica sums up each row: a hash, so that no pattern of ids loads one replica more than others."""
-    mixed = (rows + table.first_key) * _MIX
-    mixed = (mixed ^ (mixed >> 29)) * _SPREAD
-    return ((mixed >> 32) & 0x7FFFFFFF) % num_replicas

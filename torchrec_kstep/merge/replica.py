@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 import torch
 
 from torchrec_kstep.errors import ConfigError, MergeError
+from torchrec_kstep.merge.bucket_merge import Arrived, Packing, Party, TableRound, by_group
 from torchrec_kstep.merge.layout import WEIGHT, MergedTable, Tracker, geometry, lay_out, trackers_of
 from torchrec_kstep.merge.report import RoundReport
-from torchrec_kstep.merge.rounds import Arrived, Party, TrackerRound
-from torchrec_kstep.merge.transport import Exchange, Rounds
+from torchrec_kstep.merge.rounds import TrackerRound
+from torchrec_kstep.merge.transport import Exchange, Rounds, exchanged
 from torchrec_kstep.merge_spec import MergeSpec
 from torchrec_kstep.ops import merge as ops
-from torchrec_kstep.ops.batch import Contributions, Merged
+from torchrec_kstep.ops import messages
+from torchrec_kstep.ops.batch import Contributions
+from torchrec_kstep.ops.message_layout import Layout
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim_spec import AdamSpec
 
@@ -40,7 +43,7 @@ class PendingRound:
     step: int | None
     collected: list[tuple[Tracker, "_CollectedRows"]] = field(default_factory=list)
     num_steps: list[int] = field(default_factory=list)
-    arrived: list[tuple[Tracker, MergedTable, Arrived]] = field(default_factory=list)
+    arrived: list[tuple[Tracker, Arrived]] = field(default_factory=list)
 
 
 class ReplicaRows:
@@ -98,7 +101,7 @@ class ReplicaRows:
         """
         num_replicas = self.party.num_replicas
         own = torch.frombuffer(bytearray(geometry(self.tables, self.spec, num_replicas)), dtype=torch.uint8)
-        told = yield Exchange("agreement on shards", [own] * num_replicas, [own.numel()] * num_replicas)
+        told = yield from exchanged(Exchange("agreement on shards", [own] * num_replicas, [own.numel()] * num_replicas))
         others = [replica for replica, theirs in enumerate(told) if not torch.equal(theirs, told[0])]
         if others:
             raise MergeError(
@@ -173,9 +176,8 @@ class ReplicaRows:
         pending = self._pending
         assert pending is not None
         pending.report.num_steps_late = num_steps_late
-        with pending.report.timed("apply"):
-            for tracker, table, arrived in pending.arrived:
-                _Applier(tracker, self.spec, pending.report, pending.step)(table, arrived)
+        for tracker, arrived in pending.arrived:
+            _Applier(tracker, self.spec, pending.report, pending.step)(arrived)
         for tracker, _ in pending.collected:
             self._clear(tracker)
         self._fingerprint = 0  # rows go on from different steps, so there is nothing to compare
@@ -284,8 +286,28 @@ class _TouchedRows:
     def rows(self, table: MergedTable) -> torch.Tensor:
         return table.group.touched_rows(table.table, self._tracker.index)
 
-    def collect(self, table: MergedTable, rows: torch.Tensor) -> Contributions:
-        return ops.collect(table.group, table.table, rows, self._spec.moments, self._tracker.index)
+    def contributions(self, table: MergedTable) -> Contributions:
+        return ops.collect(table.group, table.table, self.rows(table), self._spec.moments, self._tracker.index)
+
+    def pack(self, tables: Sequence[TableRound], rows: Sequence[torch.Tensor], request: Packing) -> int:
+        first_bad = []
+        for group, positions in by_group(tables):
+            bad = messages.pack(
+                group,
+                [tables[position].table.table for position in positions],
+                [rows[position] for position in positions],
+                request.formats.some(positions),
+                [salt for position in positions for salt in request.salts[position]],
+                [tables[position].table.first_key for position in positions],
+                request.max_count,
+                request.layout.some(positions),
+                request.message,
+                self._spec.moments,
+                self._tracker.index,
+            )
+            if bad >= 0:
+                first_bad.append(positions[bad])
+        return min(first_bad, default=-1)
 
 
 class _CollectedRows:
@@ -293,21 +315,32 @@ class _CollectedRows:
 
     def __init__(self, tables: Sequence[tuple[MergedTable, tuple[str, ...]]], source: _TouchedRows) -> None:
         self._rows = {table.index: source.rows(table) for table, _ in tables}
-        self._contributions = {table.index: source.collect(table, self._rows[table.index]) for table, _ in tables}
+        self._contributions = {table.index: source.contributions(table) for table, _ in tables}
 
     def rows(self, table: MergedTable) -> torch.Tensor:
         return self._rows[table.index]
 
-    def collect(self, table: MergedTable, rows: torch.Tensor) -> Contributions:
-        """`rows` are one piece of all that were touched."""
-        whole = self._contributions[table.index]
-        begin = int(torch.searchsorted(self._rows[table.index], rows[0])) if rows.numel() else 0
-        piece = slice(begin, begin + rows.numel())
-        return Contributions(whole.counts[piece], {name: values[piece] for name, values in whole.values.items()})
+    def contributions(self, table: MergedTable) -> Contributions:
+        return self._contributions[table.index]
+
+    def pack(self, tables: Sequence[TableRound], rows: Sequence[torch.Tensor], request: Packing) -> int:
+        """`rows` are pieces of all that were touched."""
+        pieces = [self._piece(form.table, own) for form, own in zip(tables, rows, strict=True)]
+        salts = [salt for own in request.salts for salt in own]
+        first_keys = [form.table.first_key for form in tables]
+        return messages.pack_contributions(
+            rows, pieces, request.formats, salts, first_keys, request.max_count, request.layout, request.message
+        )
 
     def forget(self) -> None:
         """Gives the memory back."""
         self._contributions.clear()
+
+    def _piece(self, table: MergedTable, rows: torch.Tensor) -> Contributions:
+        whole = self._contributions[table.index]
+        begin = int(torch.searchsorted(self._rows[table.index], rows[0])) if rows.numel() else 0
+        piece = slice(begin, begin + rows.numel())
+        return Contributions(whole.counts[piece], {name: values[piece] for name, values in whole.values.items()})
 
 
 class _Applier:
@@ -320,14 +353,23 @@ class _Applier:
         self._step = step
         self._compared: list[tuple[MergedTable, torch.Tensor]] = []
 
-    def __call__(self, table: MergedTable, arrived: Arrived) -> None:
-        wires = {name: ops.field_wire(name, self._spec.wire) for name in arrived.fields}
-        values = {name: ops.decode(encoded, wires[name], table.dim) for name, encoded in arrived.fields.items()}
-        touches = torch.ones(arrived.rows.numel()) if arrived.union_touches is None else arrived.union_touches
-        merged = Merged(arrived.rows, touches, values)
-        self._report.num_rows_read += ops.apply(table.group, table.table, merged, self._spec.moments, self._tracker.index, self._step)
-        if len(self._compared) * _COMPARED_PER_PIECE < _COMPARED:
-            self._compared.append((table, arrived.rows[:_COMPARED_PER_PIECE].to(torch.int64)))
+    def __call__(self, arrived: Arrived) -> None:
+        with self._report.timed("apply"):
+            layout = Layout.apart(arrived.formats, arrived.counts)
+            for group, positions in by_group(arrived.tables):
+                applied = messages.apply(
+                    group,
+                    [arrived.tables[position].table.table for position in positions],
+                    arrived.messages,
+                    arrived.formats.some(positions),
+                    layout.some(positions),
+                    self._spec.moments,
+                    self._tracker.index,
+                    self._step,
+                )
+                self._report.num_rows_read += applied.num_rows_read
+                self._report.add_drift(applied.distance, applied.way)
+            self._compare(arrived, layout)
 
     def fingerprint(self) -> int:
         """Returns 63 bits of the weights of some rows of this round, the same rows on all replicas."""
@@ -336,13 +378,23 @@ class _Applier:
             found.update(table.group.read(table.table, rows).numpy().tobytes())
         return int.from_bytes(found.digest()) >> 1
 
+    def _compare(self, arrived: Arrived, layout: Layout) -> None:
+        """Chooses rows for the fingerprint: the first few of each table and owner, until there are enough."""
+        for message, counts, begins in zip(arrived.messages, arrived.counts.tolist(), layout.begins.tolist(), strict=True):
+            for form, count, begin in zip(arrived.tables, counts, begins, strict=True):
+                if len(self._compared) * _COMPARED_PER_PIECE >= _COMPARED:
+                    return
+                if count:
+                    end = begin + min(count, _COMPARED_PER_PIECE) * form.down.row_id_type.itemsize
+                    self._compared.append((form.table, message[begin:end].clone().view(form.down.row_id_type).to(torch.int64)))
+
 
 class _Collector:
     """Keeps what arrives."""
 
-    def __init__(self, tracker: Tracker, arrived: list[tuple[Tracker, MergedTable, Arrived]]) -> None:
+    def __init__(self, tracker: Tracker, arrived: list[tuple[Tracker, Arrived]]) -> None:
         self._tracker = tracker
         self._arrived = arrived
 
-    def __call__(self, table: MergedTable, arrived: Arrived) -> None:
-        self._arrived.append((self._tracker, table, arrived))
+    def __call__(self, arrived: Arrived) -> None:
+        self._arrived.append((self._tracker, arrived))

@@ -29,6 +29,12 @@ def register() -> None:
         ("merge_apply", _merge_apply),
         ("wire_encode", _wire_encode),
         ("wire_decode", _wire_decode),
+        ("empty_message", _empty_message),
+        ("merge_owner_counts", _merge_owner_counts),
+        ("merge_pack", _first_bad),
+        ("merge_pack_contributions", _first_bad),
+        ("merge_reduce_messages", _merge_reduce_messages),
+        ("merge_apply_messages", _merge_apply_messages),
     ):
         torch.library.register_fake(f"kstep::{name}", function)
 
@@ -186,3 +192,25 @@ def _wire_encode(values: torch.Tensor, wire: int, rows: torch.Tensor, salt: int)
 def _wire_decode(encoded: torch.Tensor, wire: int, dim: int) -> torch.Tensor:
     del wire
     return encoded.new_empty(encoded.shape[0], dim, dtype=torch.float32)
+
+
+def _empty_message(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _merge_owner_counts(rows: Sequence[torch.Tensor], first_keys: Sequence[int], num_replicas: int) -> torch.Tensor:
+    del first_keys
+    return rows[0].new_empty(num_replicas, len(rows))
+
+
+def _first_bad(*_arguments: object) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+def _merge_reduce_messages(messages: Sequence[torch.Tensor], counts: torch.Tensor, *_numbers: object) -> tuple[torch.Tensor, torch.Tensor]:
+    num_bytes = torch.library.get_ctx().new_dynamic_size()
+    return messages[0].new_empty(num_bytes), counts.new_empty(counts.shape[1])
+
+
+def _merge_apply_messages(*_arguments: object) -> tuple[int, float, float]:
+    return 0, 0.0, 0.0

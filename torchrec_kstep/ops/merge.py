@@ -140,7 +140,7 @@ def encode(values: torch.Tensor, wire: Wire, rows: torch.Tensor, salt: int) -> t
         return values.view(torch.uint8) if values.numel() else values.new_empty(values.shape[0], 4 * values.shape[1], dtype=torch.uint8)
     _library.load()
     with kernel_errors():
-        result: torch.Tensor = torch.ops.kstep.wire_encode(values, WIRE_CODES[wire], rows, _signed(salt))
+        result: torch.Tensor = torch.ops.kstep.wire_encode(values, WIRE_CODES[wire], rows, signed_salt(salt))
     return result
 
 
@@ -181,6 +181,7 @@ def _mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _signed(salt: int) -> int:
+def signed_salt(salt: int) -> int:
+    """The same 64 bits as the signed number that an op takes."""
     salt &= _MASK
     return salt - 2**64 if salt >= 2**63 else salt

@@ -1,40 +1,39 @@
-"""Merge messages: what is packed comes back, and its size is known beforehand."""
+"""Merge messages: what travels, and that its size is known beforehand."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_kstep.merge.message import Format, Section, count_type, formats, pack_header, sent_bytes, unpack_header
+from torchrec_kstep.merge.message import count_type, formats, pack_header, sent_bytes, unpack_headers
 from torchrec_kstep.merge_spec import MergeSpec
+from torchrec_kstep.ops.message_layout import Format, Formats
+from torchrec_kstep.ops.reference_messages import written
 
 
 @given(
-    num_rows=st.integers(0, 40),
-    row_id_type=st.sampled_from([torch.int32, torch.int64]),
-    counts=st.sampled_from([None, torch.uint8, torch.int16, torch.int32, torch.float32]),
-    widths=st.lists(st.integers(1, 19), max_size=3),
+    counts=st.lists(st.integers(0, 40), min_size=3, max_size=3),
+    dim=st.integers(1, 19),
+    counted=st.sampled_from([None, torch.uint8, torch.int16]),
 )
-def test_messages_come_back_as_they_were(num_rows: int, row_id_type: torch.dtype, counts: torch.dtype | None, widths: list[int]) -> None:
-    form = Format(row_id_type, counts, tuple(Section(f"f{index}", width) for index, width in enumerate(widths)))
-    noise = torch.Generator().manual_seed(num_rows)
-    rows = torch.randint(0, 1 << 30, (num_rows,), generator=noise)
-    touches = torch.randint(0, 100, (num_rows,), generator=noise)
-    fields = [torch.randint(0, 256, (num_rows, width), generator=noise).to(torch.uint8) for width in widths]
-    pieces = form.pack(rows, touches, fields)
-    message = torch.cat(pieces)
-    assert message.numel() == form.num_bytes(num_rows) <= form.row_bytes * num_rows + 8 * len(form.sections)
-    # In the middle of a larger buffer, as messages of several senders arrive.
-    buffer = torch.cat([torch.zeros(8, dtype=torch.uint8), message, torch.zeros(3, dtype=torch.uint8)])
-    got_rows, got_touches, got_fields = form.unpack(buffer[8 : 8 + message.numel()], num_rows)
-    assert torch.equal(got_rows.long(), rows)
-    assert got_touches is None if counts is None else torch.equal(got_touches.long(), touches)  # type: ignore[union-attr]
-    assert all(torch.equal(got, sent) for got, sent in zip(got_fields, fields, strict=True))
+def test_the_size_of_a_message_is_known_beforehand(counts: list[int], dim: int, counted: torch.dtype | None) -> None:
+    formats_ = [
+        Format(torch.int32, counted, dim, ("weight",), ("bf16",)),
+        Format(torch.int64, None, 3, ("weight", "m", "v"), ("int8", "int8", "bf16")),
+        Format(torch.int32, torch.float32, dim, ("m",), ("fp32",)),
+    ]
+    sizes = Formats(formats_).num_bytes(torch.tensor([counts, [0, 0, 0]]))
+    assert sizes.tolist() == [[form.num_bytes(count) for form, count in zip(formats_, counts, strict=True)], [0, 0, 0]]
+    for form, count in zip(formats_, counts, strict=True):
+        assert form.row_bytes * count <= form.num_bytes(count) <= form.row_bytes * count + 7 * len(form.item_bytes)
+        values = [torch.randn(count, form.dim) for _ in form.fields]
+        data = written(form, torch.arange(count), torch.ones(count), values, [0] * len(form.fields))
+        assert data.numel() == form.num_bytes(count)
 
 
-def test_a_header_may_begin_anywhere() -> None:
-    header = torch.cat([torch.zeros(1, dtype=torch.uint8), pack_header([3, -1, 1 << 30])])
-    assert unpack_header(header[1:]) == [3, -1, 1 << 30]
+def test_headers_may_begin_anywhere() -> None:
+    header = torch.cat([torch.zeros(4, dtype=torch.uint8), pack_header([3, -1, 1 << 30])])
+    assert unpack_headers([header[4:], pack_header([0, 1, 2])]).tolist() == [[3, -1, 1 << 30], [0, 1, 2]]
 
 
 @pytest.mark.parametrize(("num_steps", "dtype"), [(1, torch.uint8), (255, torch.uint8), (256, torch.int16), (32_768, torch.int32)])

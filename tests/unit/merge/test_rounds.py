@@ -9,10 +9,10 @@ import torch
 
 from tests.merging import ADAM, TABLES, assert_same_rows, dram_group, random_steps, rows_of, touch
 from torchrec_kstep.errors import ConfigError, DivergenceError, MergeError
-from torchrec_kstep.merge.in_process import InProcessMerger, run_in_lockstep
+from torchrec_kstep.merge.in_process import InProcessMerger, answers, run_in_lockstep
 from torchrec_kstep.merge.replica import ReplicaRows
 from torchrec_kstep.merge.report import RoundReport
-from torchrec_kstep.merge.transport import Exchange, Rounds
+from torchrec_kstep.merge.transport import Exchange, Rounds, Wait
 from torchrec_kstep.merge_spec import MergeSpec
 from torchrec_kstep.ops.batch import TableSpec
 from torchrec_kstep.ops.row_group import RowGroup
@@ -173,12 +173,13 @@ def test_steps_may_differ_between_replicas() -> None:
 
 def watched(rounds: Rounds[RoundReport], seen: list[Exchange]) -> Rounds[RoundReport]:
     """Hands a generator through and keeps what it exchanges."""
-    exchange = next(rounds)
+    request = next(rounds)
     while True:
-        seen.append(exchange)
-        received = yield exchange
+        if isinstance(request, Exchange):
+            seen.append(request)
+        answer = yield request
         try:
-            exchange = rounds.send(received)
+            request = rounds.send(answer)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
 
@@ -208,6 +209,36 @@ def test_buckets_bound_every_message_and_change_no_bit(skewed: bool) -> None:
     volume = sum(group_rows * 4 * 16 * 3 * 4 for group_rows in many.num_own_rows.values())
     assert many.num_buckets > volume / (1 << 18), "fewer buckets than one replica's rows fill"
     assert many.total_sent_bytes < 1.05 * one.total_sent_bytes
+
+
+def test_buckets_before_one_that_is_not_finite_are_merged_and_nothing_is_left_under_way() -> None:
+    """The bad row is among the last ones; what replicas exchanged is waited for on all of them before they raise."""
+    tables = [TableSpec("t", 40_000, 16, init="uniform", init_a=-0.5, init_b=0.5)]
+    groups = [dram_group(ADAM, tables) for _ in range(2)]
+    replicas_rows = [ReplicaRows([group], MergeSpec(k=2, bucket_bytes=1 << 18), index, 2) for index, group in enumerate(groups)]
+    for replica, group in enumerate(groups):
+        touch(group, {0: (list(range(replica, 4000, 2)), torch.ones(2000, 16))})
+    touch(groups[1], {0: ([2001], torch.full((1, 16), float("nan")))}, step=2)
+    before = rows_of(groups[0])["t.weight"]
+    begun: list[Exchange] = []
+    rounds = [watched(own.merge(0, 2), begun) for own in replicas_rows]
+    waited = 0
+    texts: list[str] = []
+    pending = [next(own) for own in rounds]
+    while pending:
+        waited += sum(isinstance(request, Wait) for request in pending)
+        given, pending = answers(pending), []
+        for own, answer in zip(rounds, given, strict=True):
+            try:
+                pending.append(own.send(answer))
+            except DivergenceError as error:
+                texts.append(str(error))
+    assert len(texts) == 2
+    assert waited == len(begun)
+    after = rows_of(groups[0])["t.weight"]
+    changed = (before != after).any(dim=1)
+    assert bool(changed[1:500:2].all()), "early buckets are merged: rows that the other replica moved"
+    assert not bool(changed[2001:4000].any())
 
 
 # ---- wires -------------------------------------------------------------------------------------------------------------
@@ -390,17 +421,17 @@ def test_every_replica_raises_and_the_one_with_nan_names_the_row() -> None:
     groups = [dram_group() for _ in range(2)]
     rows = [ReplicaRows([group], MergeSpec(k=1), index, 2) for index, group in enumerate(groups)]
     touch(groups[1], {1: ([77, 80], torch.tensor([[1.0] * 4, [float("inf")] * 4]))})
-    texts = []
+    texts: list[str] = []
     rounds = [own.merge(0, 1) for own in rows]
     pending = [next(own) for own in rounds]
-    while len(texts) < 2:
-        received = [[exchange.parts[receiver] for exchange in pending] for receiver in range(2)]
-        pending = []
-        for own, parts in zip(rounds, received, strict=True):
+    while pending:
+        given, pending = answers(pending), []
+        for own, answer in zip(rounds, given, strict=True):
             try:
-                pending.append(own.send(parts))
+                pending.append(own.send(answer))
             except DivergenceError as error:
                 texts.append(str(error))
+    assert len(texts) == 2, "both end at the same point"
     assert "its rank names the row" in texts[0]
     assert "1 of 2 rows, first row 80, field 'weight'" in texts[1]
 

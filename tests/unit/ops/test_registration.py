@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrec_kstep.ops import _library, fake, kernels, merge, reference, reference_merge
+from torchrec_kstep.ops import _library, fake, kernels, merge, messages, reference, reference_merge, reference_messages
 from torchrec_kstep.ops.batch import Dedup, TableSpec
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim_spec import AdamSpec
@@ -30,6 +30,12 @@ OPS = (
     "merge_apply",
     "wire_encode",
     "wire_decode",
+    "empty_message",
+    "merge_owner_counts",
+    "merge_pack",
+    "merge_pack_contributions",
+    "merge_reduce_messages",
+    "merge_apply_messages",
 )
 # Ops whose wrapper has another name, because its module says the rest.
 MERGE_WRAPPERS = {
@@ -38,6 +44,14 @@ MERGE_WRAPPERS = {
     "merge_apply": "apply",
     "wire_encode": "encode",
     "wire_decode": "decode",
+}
+MESSAGE_WRAPPERS = {
+    "empty_message": "empty",
+    "merge_owner_counts": "owner_counts",
+    "merge_pack": "pack",
+    "merge_pack_contributions": "pack_contributions",
+    "merge_reduce_messages": "reduce",
+    "merge_apply_messages": "apply",
 }
 TABLES = [TableSpec("a", 10, 4, init="uniform", init_a=-1, init_b=1), TableSpec("b", 20, 4, 1)]
 FEATURES = [0, 1, 0]
@@ -120,6 +134,32 @@ def test_merge_rounds() -> None:
         check("wire_decode", torch.ops.kstep.wire_encode(values[0], wire, rows, -7), wire, 4)
 
 
+def test_merge_messages() -> None:
+    group = RowGroup.in_dram(TABLES, AdamSpec(lr=0.1, touches="count", bias_correction="row"))
+    group.track(0, ("weight",))
+    group.set_step(0.1, 1)
+    group.pooled(torch.tensor([1, 5, 5]), torch.tensor([0, 1, 3]), [0]).sum().backward()
+    rows = group.touched_rows(0)
+    formats, down = ([4, 1, 4], [1], [0]), ([4, 0, 4], [1], [0])
+    # What it holds is whatever was in memory, so its values cannot be compared.
+    torch.library.opcheck(torch.ops.kstep.empty_message.default, (24,), test_utils=("test_schema", "test_faketensor"))
+    check("merge_owner_counts", [rows], [0], 1)
+    counts, begins = torch.tensor([[2]]), torch.tensor([[0]])
+    message = torch.zeros(8 + 8 + 32, dtype=torch.uint8)
+    sizes = (*formats, [0], [0], 20, counts, begins)
+    check("merge_pack", group.handle, 0, 0, [0], [rows], *sizes, message)
+    sent = merge.collect(group, 0, rows)
+    check("merge_pack_contributions", [rows], [sent.counts], list(sent.values.values()), *sizes, message)
+    torch.ops.kstep.merge_pack(group.handle, 0, 0, [0], [rows], *sizes, message)
+    reduced = ([message], counts, *formats, [0], [False], [0], 0, 20, 1)
+    check("merge_reduce_messages", *reduced)
+    merged, _ = torch.ops.kstep.merge_reduce_messages(*reduced)
+    # To rows that this replica did not touch: what is told of touched ones changes with each call, and tracing calls several times.
+    receiver = RowGroup.in_dram(TABLES, AdamSpec(lr=0.1, touches="count", bias_correction="row"))
+    receiver.track(0, ("weight",))
+    check("merge_apply_messages", receiver.handle, 0, 0, 3, [0], [merged], counts, begins, *down)
+
+
 def test_every_op_has_a_wrapper_a_fake_kernel_and_a_reference(root: Path) -> None:
     sources = "".join(path.read_text() for path in (root / "kernels" / "ops").glob("*.cpp"))
     registered = set(re.findall(r'm\.impl\("(\w+)"', sources))
@@ -127,6 +167,8 @@ def test_every_op_has_a_wrapper_a_fake_kernel_and_a_reference(root: Path) -> Non
     for name in OPS:
         if name in MERGE_WRAPPERS:
             wrapper, specification = (getattr(module, MERGE_WRAPPERS[name]) for module in (merge, reference_merge))
+        elif name in MESSAGE_WRAPPERS:
+            wrapper, specification = (getattr(module, MESSAGE_WRAPPERS[name]) for module in (messages, reference_messages))
         else:
             wrapper, specification = getattr(kernels, name), getattr(reference, name)
         assert list(inspect.signature(wrapper).parameters) == list(inspect.signature(specification).parameters), name
