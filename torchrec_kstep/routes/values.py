@@ -100,7 +100,9 @@ class JobRoutes:
     def from_json(cls, values: Mapping[str, Any]) -> "JobRoutes":
         """Reads what `to_json` returned."""
         ranks: list[dict[str, Any]] = values["ranks"]
-        made = [{name: tuple(value) if isinstance(value, list) else value for name, value in rank.items()} for rank in ranks]
+        made: list[dict[str, Any]] = [
+            {name: tuple(value) if isinstance(value, list) else value for name, value in rank.items()} for rank in ranks
+        ]
         return cls(values["topology"], tuple(values["ssd_paths"]), tuple(RankRoutes(**rank) for rank in made))
 
     def lines(self) -> list[str]:
