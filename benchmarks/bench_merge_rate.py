@@ -22,7 +22,7 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks._harness import Harness, Spread
+from benchmarks._harness import Harness, Spread, case_text
 from benchmarks.hosts import hosts, why_unavailable
 from benchmarks.merge_rank import STATES, MergeCase
 
@@ -71,6 +71,7 @@ def record(harness: Harness, by_rank: Sequence[dict[str, Any]], num_hosts: int, 
     merge = Spread.of([first["num_union_rows"] / seconds for seconds in first["merge_s"]])
     peer = Spread.of([first["num_union_rows"] / seconds for seconds in first["all_to_all_s"]])
     harness.record(shown, "merge rate", "rows/s", merge, "gloo_all_to_all", peer, higher_is_better=True)
+    print(f"{case_text(shown)}: {merge.median:.4g} rows/s, {merge.median / peer.median:.2f} of gloo's all-to-all", flush=True)
     used = [Spread.of([first["num_union_rows"] / seconds for seconds in first[name]]) for name in ("merge_cpu_s", "all_to_all_cpu_s")]
     harness.record(shown, "merged per second of processor time", "rows/s", used[0], "gloo_all_to_all", used[1], higher_is_better=True)
     limit = num_union_per_s_at_best(by_rank, case)

@@ -51,11 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(case: SlowCase, num_hosts: int, bandwidth: str, floor_ms: float) -> dict[str, float]:
     """Runs one job; returns means over its ranks."""
-    print(f"{num_hosts} hosts, {bandwidth}, floor {floor_ms:.0f} ms: {case.way} {case.wire}", flush=True)
     with hosts(num_hosts, 1, bandwidth, step_floor_ms=floor_ms) as cluster:
         result = cluster.run(["-m", "benchmarks.slow_network_rank", json.dumps(asdict(case))], deadline_s=DEADLINE_S)
     lines = [own[-1] for own in result.json_lines()]
-    return {name: fmean(float(str(line[name])) for line in lines) for name in ("samples_per_s", "bytes_per_step", "busy_ms")}
+    found = {name: fmean(float(str(line[name])) for line in lines) for name in ("samples_per_s", "bytes_per_step", "busy_ms")}
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+    way = f"{case.way} {case.wire} overlap {case.overlap_steps}"
+    print(f"{num_hosts} hosts, {bandwidth}, floor {floor_ms:.0f} ms: {way}: {shown}", flush=True)
+    return found
 
 
 def compare_synchronous(harness: Harness, base: SlowCase, num_hosts: int, bandwidth: str, floor_ms: float, num_repeats: int) -> None:
