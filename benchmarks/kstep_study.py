@@ -107,7 +107,7 @@ class Task:
         source: raw files below the data folder.
         batch_size: rows per replica and step.
         num_passes: passes over the training split.
-        lr: best rates found, by method; others have that of synchronous training with their bias correction.
+        lr: best rates found, by method; others have that of their recipe, or of synchronous training with their bias correction.
         crosses: columns added, by name: the columns they combine.
         owner: column whose values belong to one replica each; "" = rows are shared out at random.
         table_lr: factor on the rate for tables.
@@ -288,8 +288,9 @@ class Results:
 
     def lr(self, method: str, k: int, is_tuned: bool) -> float:
         """Returns the rate known to be best, or the one with the best validation AUC around it."""
-        rates = self._task.lr
-        start = rates.get(method, rates[SYNC[METHODS[method].bias]])
+        rates, recipe, bias = self._task.lr, METHODS[method].recipe, METHODS[method].bias
+        of_bias = rates[SYNC[bias]]
+        start = rates.get(method, rates.get(recipe, of_bias) if bias == RECIPES[recipe].bias_correction else of_bias)
         if not is_tuned:
             return start
         return climb(lambda place: self.result(Run(method, k, 1, rate(start, place)))["validation_auc"], start)

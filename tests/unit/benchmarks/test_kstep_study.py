@@ -1,6 +1,7 @@
 """The accuracy study of merged replicas: who trains which rows, crosses, the choice of rates, tables and plots. Layer: unit."""
 
 import math
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.kstep_rows import Column, Rows, add_cross, owners, shuffled, shuffled_by_owner
-from benchmarks.kstep_study import METHODS, STAGES, SYNC, TASKS, Line, climb, plot, rate, table
+from benchmarks.kstep_study import METHODS, STAGES, SYNC, TASKS, Line, Results, climb, plot, rate, table
 from torchrec_kstep.data.manifest import NUM_RESERVED_IDS, UNSEEN_ID
 from torchrec_kstep.types import FeatureSchema, SparseFeature
 
@@ -87,6 +88,14 @@ def test_stages_name_what_there_is() -> None:
         assert set(stage.methods) <= set(METHODS) - set(SYNC.values())
         for method in stage.methods:
             METHODS[method].config(20)
+
+
+@pytest.mark.parametrize(
+    ("method", "lr"),
+    [("sync_global", 22.6e-3), ("paper", 32e-3), ("paper, bf16", 32e-3), ("default, global bias", 22.6e-3), ("default", 32e-3)],
+)
+def test_a_variant_has_the_rate_of_its_recipe_unless_its_bias_correction_is_another(method: str, lr: float, tmp_path: Path) -> None:
+    assert Results("frappe", tmp_path, tmp_path, 4).lr(method, 20, is_tuned=False) == lr
 
 
 def test_differences_are_paired_and_shown() -> None:
