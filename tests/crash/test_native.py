@@ -20,7 +20,8 @@ SANITIZER_OPTIONS = {
 
 
 # The thread sanitizer slows everything tenfold and only tests with several threads can tell it anything.
-TESTS_OF = {"address": "*", "thread": "*Throttled*:*RowStorePaths*:*Tiered*:*Io*:*OnADrive*:*Schedules*:*ThreadPool*:*TableGroup*:*SnapshotRows*"}
+THREADED = ("Throttled", "RowStorePaths", "Tiered", "Io", "OnADrive", "Schedules", "ThreadPool", "TableGroup", "SnapshotRows")
+TESTS_OF = {"address": "*", "thread": ":".join(f"*{name}*" for name in THREADED)}
 
 
 def _run_tests(program: Path, timeout_s: float, tests: str = "*") -> None:
