@@ -2,29 +2,32 @@
 
 Only values and their checks live here; the formulas are in `kernels/compute/optimizer.h` and, in PyTorch, in
 `torchrec_kstep.ops.reference`. g is the gradient of a row summed over the batch; each update touches the rows of the
-batch only ("lazy": the moments of absent rows stand still).
+batch only ("lazy": the moments of absent rows stand still), unless absent rows replay their L2.
 
     SGD       w -= lr * g
     Adam      m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     Adagrad   s += mean(g^2);  w -= lr / (sqrt(s) + eps) * g                         (row-wise: one s per row)
 
 Deviations: Adam as in Kingma & Ba, Algorithm 1 (eps outside the corrected root, as `torch.optim.Adam`; `SparseAdam` adds
-eps to the uncorrected root). L2 is lazy: an absent row does not decay.
+eps to the uncorrected root). L2 is lazy by default: an absent row does not decay. With `l2_absent_rows="replay"` a row makes
+up, when it is next read or updated, for the updates that `torch.optim.Adam(weight_decay=l2)` over the whole table would have made.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torchrec_kstep.errors import ConfigError
 
 BiasCorrection = Literal["global", "row"]
 TouchTracking = Literal["none", "count", "base"]
+AbsentRows = Literal["skip", "replay"]
 FieldType = Literal["f32", "i32"]
 
 MAX_TRACKERS = 3
+LAST_STEP = "last_step"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ class _RowOptimizerSpec:
     Attributes:
         lr: learning rate.
         l2: adds `l2 * w` to the gradient of the rows of the batch, before the clip; 0 switches it off.
+        l2_absent_rows: what L2 does to rows that are absent from a batch. "skip": nothing. "replay": they decay too, as if their
+            gradient had been zero; a row keeps its last step (int32 field `last_step`) and makes the missed updates, one by one
+            and each at its own learning rate, before it is next updated. Lookups show it as it is after them.
+        l2_replay_max_steps: with "replay": a row stands still after so many steps of absence, which bounds the work; 0: never.
         clip: row-wise clip, or None.
         touches: what a row remembers for merge rounds: "none", "count" (an int32 field `touches`: updates since it was last
             cleared) or "base" (also the weights before the first of those updates, in a field `base`).
@@ -89,6 +96,8 @@ class _RowOptimizerSpec:
     clip: CowClip | None = None
     touches: TouchTracking = "none"
     num_trackers: int = field(default=1, kw_only=True)
+    l2_absent_rows: AbsentRows = field(default="skip", kw_only=True)
+    l2_replay_max_steps: int = field(default=0, kw_only=True)
 
     kind: ClassVar[str]
 
@@ -104,11 +113,38 @@ class _RowOptimizerSpec:
             faults.append(f"num_trackers is {self.num_trackers}, expected 1 to {MAX_TRACKERS}")
         if self.num_trackers > 1 and self.touches == "none":
             faults.append(f"num_trackers is {self.num_trackers} while touches is 'none': nothing would be counted")
+        if self.l2_absent_rows not in ("skip", "replay"):
+            faults.append(f"l2_absent_rows is {self.l2_absent_rows!r}, expected 'skip' or 'replay'")
+        if not 0 <= self.l2_replay_max_steps < 1 << 31:
+            faults.append(f"l2_replay_max_steps is {self.l2_replay_max_steps}, expected 0 (no bound) to {(1 << 31) - 1}")
+        return faults + (self._replay_faults() if self.replays_l2 else [])
+
+    def _replay_faults(self) -> list[str]:
+        faults = []
+        if self.touches != "none":
+            faults.append(
+                "l2_absent_rows is 'replay' while touches are counted for merge rounds: replicas would have replayed different steps of a "
+                "row, and rounds weigh its moves by touches alone; choose l2_absent_rows='skip' with several replicas"
+            )
+        if self.clip is not None and self.l2 > self.clip.ratio:
+            faults.append(
+                f"l2_absent_rows is 'replay' with l2 {self.l2} above the clip's ratio {self.clip.ratio}: the decay of absent rows would "
+                "have to be clipped; choose a smaller l2"
+            )
         return faults
+
+    @property
+    def replays_l2(self) -> bool:
+        """Whether absent rows decay."""
+        return self.l2_absent_rows == "replay" and self.l2 > 0
 
     def state_fields(self, dim: int) -> tuple[RecordField, ...]:
         """Fields that the update rule itself keeps beside the weights."""
         raise AssertionError(f"{type(self).__name__} must say which state a row of dim {dim} has")
+
+    def saved_fields(self, dim: int) -> tuple[RecordField, ...]:
+        """What a checkpoint keeps of a row beside its weights: touches are of the running interval."""
+        return self.state_fields(dim) + ((RecordField(LAST_STEP, "i32", 1),) if self.replays_l2 else ())
 
     def record_fields(self, dim: int) -> tuple[RecordField, ...]:
         """The record of one row of `dim` weights: weights, optimizer state, touch tracking; in payload order."""
@@ -117,7 +153,7 @@ class _RowOptimizerSpec:
             tracking += [RecordField(touches_field(tracker), "i32", 1) for tracker in range(self.num_trackers)]
         if self.touches == "base":
             tracking.append(RecordField("base", "f32", dim))
-        return (RecordField("weight", "f32", dim), *self.state_fields(dim), *tracking)
+        return (RecordField("weight", "f32", dim), *self.saved_fields(dim), *tracking)
 
     def kernel_options(self, tables: Sequence[str] = ()) -> dict[str, float]:
         """Constants of the update rule, by the names that the compiled kernels know. `lr` is not among them: it is set per step.
@@ -126,6 +162,8 @@ class _RowOptimizerSpec:
             tables: names of the group's tables, in its order.
         """
         options = {"l2": self.l2}
+        if self.replays_l2:
+            options |= {"replay_l2": 1.0, "max_replay_steps": float(self.l2_replay_max_steps)}
         if self.clip is not None:
             options |= {"clip_ratio": self.clip.ratio, "clip_zeta": self.clip.zeta}
             options |= {f"unclipped:{index}": 1.0 for index, table in enumerate(tables) if not self.clip.covers(table)}
@@ -177,6 +215,8 @@ class AdamSpec(_RowOptimizerSpec):
             faults.append("step_per_moment needs bias_correction 'row': the global step is one for all")
         if self.amsgrad and not self.frozen:
             faults.append("amsgrad needs frozen: it says how merge rounds change v_hat")
+        if self.frozen and self.replays_l2:
+            faults.append("frozen with l2_absent_rows 'replay': v_hat is for merge rounds, in which replayed rows cannot take part")
         return faults
 
     def state_fields(self, dim: int) -> tuple[RecordField, ...]:
@@ -233,6 +273,29 @@ def touches_field(tracker: int) -> str:
 
 
 OptimizerSpec = AdamSpec | SgdSpec | RowwiseAdagradSpec
+
+
+def replay_rule(spec: OptimizerSpec) -> dict[str, Any]:
+    """What must be known to bring rows up to date, as JSON has it; `replaying_spec` reads it."""
+    return {"kind": spec.kind, **asdict(replace(spec, clip=None))}
+
+
+def replaying_spec(rule: Mapping[str, Any]) -> OptimizerSpec:
+    """Makes an optimizer that brings rows up to date by a rule of `replay_rule`.
+
+    Raises:
+        ConfigError: the rule is malformed.
+    """
+    values = {key: tuple(value) if key == "betas" else value for key, value in rule.items() if key != "kind"}
+    kinds: dict[str, type[AdamSpec] | type[SgdSpec] | type[RowwiseAdagradSpec]] = {
+        "adam": AdamSpec,
+        "sgd": SgdSpec,
+        "rowwise_adagrad": RowwiseAdagradSpec,
+    }
+    try:
+        return kinds[rule["kind"]](**values)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"this is no rule by which rows replay their L2: {dict(rule)}") from error
 
 
 def _positive(name: str, value: float) -> str:

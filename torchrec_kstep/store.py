@@ -28,6 +28,7 @@ _OPTIMIZERS: dict[str, Callable[[], OptimizerSpec | None]] = {
     "sgd": lambda: SgdSpec(lr=1.0),
     "adam": lambda: AdamSpec(lr=1.0),
     "adam_row_bias": lambda: AdamSpec(lr=1.0, bias_correction="row"),
+    "adam_replay": lambda: AdamSpec(lr=1.0, l2=1.0, l2_absent_rows="replay"),
     "rowwise_adagrad": lambda: RowwiseAdagradSpec(lr=1.0),
 }
 

@@ -37,6 +37,11 @@ BiasTable::BiasTable(double b) : beta(b) {
   }
 }
 
+void RateHistory::set(std::uint64_t step, float lr) {
+  while (!runs_.empty() && runs_.back().first_step >= step) runs_.pop_back();
+  if (runs_.empty() || runs_.back().lr != lr) runs_.push_back({step, lr});
+}
+
 std::string touches_field(std::size_t tracker) { return tracker == 0 ? "touches" : "touches_" + std::to_string(tracker); }
 
 Status RowLayout::make(const TableSpec& table, const OptimizerSpec& spec, RowLayout* out) {
@@ -49,7 +54,8 @@ Status RowLayout::make(const TableSpec& table, const OptimizerSpec& spec, RowLay
   KSTEP_RETURN_IF_ERROR(find_field(table, "m", DType::F32, table.dim, is_adam, &out->m));
   KSTEP_RETURN_IF_ERROR(find_field(table, "v", DType::F32, table.dim, is_adam, &out->v));
   KSTEP_RETURN_IF_ERROR(find_field(table, "step", DType::I32, 1, needs_step, &out->step));
-  out->step_v = out->v_hat = RecordSchema::kNoField;
+  out->step_v = out->v_hat = out->last_step = RecordSchema::kNoField;
+  if (spec.replays_l2) KSTEP_RETURN_IF_ERROR(find_field(table, "last_step", DType::I32, 1, true, &out->last_step));
   if (needs_step && spec.step_per_moment) KSTEP_RETURN_IF_ERROR(find_field(table, "step_v", DType::I32, 1, true, &out->step_v));
   if (is_adam && spec.is_frozen) KSTEP_RETURN_IF_ERROR(find_field(table, "v_hat", DType::F32, table.dim, true, &out->v_hat));
   KSTEP_RETURN_IF_ERROR(
@@ -58,6 +64,9 @@ Status RowLayout::make(const TableSpec& table, const OptimizerSpec& spec, RowLay
     KSTEP_RETURN_IF_ERROR(find_field(table, touches_field(tracker).c_str(), DType::I32, 1, false, &out->touches[tracker]));
   }
   const bool has_touches = out->touches[0] != RecordSchema::kNoField;
+  if (spec.replays_l2 && has_touches) {
+    return Status::invalid("table '" + table.name + "'", "rows that replay their L2 cannot be merged: their moves between two touches have no base");
+  }
   KSTEP_RETURN_IF_ERROR(find_field(table, "base", DType::F32, table.dim, false, &out->base));
   if (out->base != RecordSchema::kNoField && !has_touches) {
     return Status::invalid("table '" + table.name + "'", "field 'base' needs field 'touches' beside it");

@@ -2,7 +2,7 @@
 //
 // Formulas (docs/numerics.md; float32 throughout, each operation rounded on its own, no FMA). g is the row's summed
 // gradient, taken in this order:
-//   L2        g += l2 * w                                     (lazy: touched rows only)
+//   L2        g += l2 * w               (rows of the batch; those absent from it stand still, or replay it: below)
 //   clip      t = r * count * max(||w||, r * sqrt(dim) * zeta);  g *= t / ||g|| if ||g|| > t       (CowClip)
 //   SGD       w -= lr * g
 //   Adam      m = b1 * m + (1 - b1) * g;  v = b2 * v + ((1 - b2) * g) * g
@@ -10,6 +10,9 @@
 //             t is the group's step (global) or the number of times this row was updated (row), counted from 1
 //             frozen: max(v_hat, v / (1 - b2^t)) in place of v / (1 - b2^t); v_hat is set by merge rounds, 0 before the first
 //   Adagrad   sum += mean(g^2);  w -= (lr / (sqrt(sum) + eps)) * g           (row-wise: one sum per row)
+//   Replay    a row that was absent in steps a..b makes, before it is read or updated again, the updates of these steps with
+//             g = l2 * w, the learning rate of each step and no clip; after each, values of w, m and v below 2^-126 become 0, so
+//             that a row that has decayed ends at zero instead of among denormal numbers. t counts these updates too.
 // Sums over columns (norms, mean) run in 16 lanes, column j in lane j % 16, then a tree: the same bits at every vector
 // width.
 // Ownership: plain values. Threads: immutable after make().
@@ -18,6 +21,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/schema.h"
@@ -33,6 +37,8 @@ struct OptimizerSpec {
   OptimizerKind kind = OptimizerKind::None;  // None: rows are only read
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
   double l2 = 0.0;
+  bool replays_l2 = false;             // absent rows decay too: field "last_step" says which steps a row has seen
+  std::uint32_t max_replay_steps = 0;  // a row stands still after so many steps of absence; 0: never
   BiasCorrection bias_correction = BiasCorrection::Global;
   bool step_per_moment = false;  // Row: v counts its updates apart from m
   bool is_frozen = false;        // the denominator is at least v_hat, which only merge rounds change
@@ -61,12 +67,33 @@ struct RowLayout {
   std::uint32_t payload_bytes = 0;
   std::uint32_t m = 0, v = 0, step = 0, sum = 0;
   std::uint32_t step_v = 0, v_hat = 0;
+  std::uint32_t last_step = 0;               // the group's step of the last update, replayed ones included
   std::uint32_t touches[kMaxTrackers] = {};  // per tracker: updates since the row's touches were last cleared
   std::uint32_t base = 0;                    // the weights just before the first of those of tracker 0
 
   // Fails with InvalidArgument, naming table and field, if the schema lacks a field that `spec` needs or has it in
   // another type or width.
   static Status make(const TableSpec& table, const OptimizerSpec& spec, RowLayout* out);
+};
+
+// A learning rate and the first step that had it.
+struct RateRun {
+  std::uint64_t first_step = 0;
+  float lr = 0.0f;
+};
+
+// The learning rate of every step so far, as runs of equal ones: a constant rate takes one entry.
+class RateHistory {
+ public:
+  // The rate from `step` on. What was known of later steps is forgotten.
+  void set(std::uint64_t step, float lr);
+  // REQUIRES: first steps strictly ascending.
+  void restore(std::vector<RateRun> runs) { runs_ = std::move(runs); }
+  // Ascending. The first also stands for the steps before it.
+  const std::vector<RateRun>& runs() const { return runs_; }
+
+ private:
+  std::vector<RateRun> runs_;
 };
 
 // What one update of one table needs.

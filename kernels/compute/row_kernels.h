@@ -56,6 +56,21 @@ struct ApplyArgs {
   const float* scales;              // [U] factor of each row's gradient, in place of the clip; or null
 };
 
+// The steps that rows missed (optimizer.h, "Replay").
+struct ReplayArgs {
+  std::byte* const* payload;
+  const RateRun* runs;  // at least one, as in RateHistory
+  std::size_t num_runs;
+  std::int32_t until;      // rows are brought to the end of this step
+  std::int32_t mark;       // what `last_step` becomes where it is less: `until`, or the step whose update follows
+  std::int32_t max_steps;  // 0: no bound
+  // Adam: inverse_bias by step (BiasTable), and its betas for steps beyond the tables.
+  const float* bias1;
+  const float* bias2;
+  std::uint32_t bias1_size, bias2_size;
+  double beta1, beta2;
+};
+
 // What a clip needs to know of rows whose columns lie in several places: squares of this part, to be added up over the parts.
 struct NormArgs {
   std::byte* const* payload;
@@ -84,6 +99,7 @@ struct RowKernels {
   void (*reduce_rows)(const ReduceArgs&, std::uint32_t dim, std::size_t row_begin, std::size_t row_end);
   void (*reduce_update)(const ReduceArgs&, const UpdateParams&, std::size_t row_begin, std::size_t row_end);
   void (*apply_update)(const ApplyArgs&, const UpdateParams&, std::size_t row_begin, std::size_t row_end);
+  void (*replay_rows)(const ReplayArgs&, const UpdateParams&, std::size_t row_begin, std::size_t row_end);
   void (*row_norms)(const NormArgs&, std::uint32_t dim, std::size_t row_begin, std::size_t row_end);
   void (*weight_grads)(const WeightGradArgs&, std::size_t bag_begin, std::size_t bag_end);
 };

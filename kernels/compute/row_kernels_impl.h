@@ -393,6 +393,146 @@ void apply_update(const ApplyArgs& a, const UpdateParams& p, std::size_t row_beg
   }
 }
 
+// ---- replay of missed steps ------------------------------------------------------------------------------------------
+
+constexpr float kLeastNormal = 0x1p-126f;
+constexpr std::int32_t kStepsPerLook = 32;  // between two looks whether a row has become zero
+
+KSTEP_INLINE float without_denormals(float x) { return __builtin_fabsf(x) < kLeastNormal ? 0.0f : x; }
+
+KSTEP_INLINE bool is_zero(const float* x, int n) {
+  bool found = false;
+  for (int j = 0; j < n; ++j) found |= x[j] != 0.0f;
+  return !found;
+}
+
+// As row_bias; a table that has come to 1 stays there.
+KSTEP_INLINE float step_bias(const float* table, std::uint32_t size, double beta, std::int32_t step) {
+  const std::uint32_t at = static_cast<std::uint32_t>(step);
+  if (at < size) return table[at];
+  return table[size - 1] == 1.0f ? 1.0f : static_cast<float>(inverse_bias(beta, at));
+}
+
+// The steps [first, last] of one row, and what corrects the bias in the first of them.
+struct MissedSteps {
+  std::int32_t first, last;
+  std::int32_t bias_step1, bias_step2;
+};
+
+// Calls update(lr, i) for i = 0, 1, ... with the rate of step first + i, until the steps are done or `is_done` says so.
+template <typename Update, typename Done>
+KSTEP_INLINE void for_each_step(const ReplayArgs& a, const MissedSteps& steps, Update update, Done is_done) {
+  std::size_t run = a.num_runs - 1;
+  while (run > 0 && a.runs[run].first_step > static_cast<std::uint64_t>(steps.first)) --run;
+  for (std::int32_t step = steps.first; step <= steps.last; ++step) {
+    while (run + 1 < a.num_runs && a.runs[run + 1].first_step <= static_cast<std::uint64_t>(step)) ++run;
+    const std::int32_t i = step - steps.first;
+    if (i % kStepsPerLook == 0 && is_done()) return;
+    update(a.runs[run].lr, i);
+  }
+}
+
+// Columns [0, count) of a row; kWidth >= count columns are computed, those beyond are zero and stay so.
+template <int kWidth>
+KSTEP_INLINE void replay_adam_columns(const ReplayArgs& a, const UpdateParams& p, const MissedSteps& steps, float* w_, float* m_, float* v_,
+                                      int count) {
+  alignas(kCacheLineBytes) float w[kWidth] = {}, m[kWidth] = {}, v[kWidth] = {};
+  for (int j = 0; j < count; ++j) w[j] = w_[j], m[j] = m_[j], v[j] = v_[j];
+  const float beta1 = p.beta1, beta2 = p.beta2, rest1 = p.one_minus_beta1, rest2 = p.one_minus_beta2, l2 = p.l2, eps = p.eps;
+  for_each_step(
+      a, steps,
+      [&](float lr, std::int32_t i) {
+        const float step_size = lr * step_bias(a.bias1, a.bias1_size, a.beta1, steps.bias_step1 + i);
+        const float bias2 = step_bias(a.bias2, a.bias2_size, a.beta2, steps.bias_step2 + i);
+        for (int j = 0; j < kWidth; ++j) {
+          const float g = l2 * w[j];
+          const float moment = beta1 * m[j] + rest1 * g;
+          const float square = beta2 * v[j] + (rest2 * g) * g;
+          m[j] = without_denormals(moment);
+          v[j] = without_denormals(square);
+          w[j] = without_denormals(w[j] - (step_size * moment) / (__builtin_sqrtf(square * bias2) + eps));
+        }
+      },
+      [&] { return is_zero(w, kWidth) && is_zero(m, kWidth) && is_zero(v, kWidth); });
+  for (int j = 0; j < count; ++j) w_[j] = w[j], m_[j] = m[j], v_[j] = v[j];
+}
+
+// Blocks of columns stay in registers over all steps; wide ones first, because a narrow one waits for its own divisions.
+void replay_adam(const ReplayArgs& a, const UpdateParams& p, const MissedSteps& steps, std::byte* payload) {
+  const int dim = static_cast<int>(p.layout.dim);
+  float* w = field(payload, 0);
+  float* m = field(payload, p.layout.m);
+  float* v = field(payload, p.layout.v);
+  int j = 0;
+  for (; j + 4 * kLanes <= dim; j += 4 * kLanes) replay_adam_columns<4 * kLanes>(a, p, steps, w + j, m + j, v + j, 4 * kLanes);
+  if (dim - j > kLanes) {
+    const int count = dim - j < 2 * kLanes ? dim - j : 2 * kLanes;
+    replay_adam_columns<2 * kLanes>(a, p, steps, w + j, m + j, v + j, count);
+    j += count;
+  }
+  for (; j < dim; j += kLanes) replay_adam_columns<kLanes>(a, p, steps, w + j, m + j, v + j, dim - j < kLanes ? dim - j : kLanes);
+}
+
+void replay_sgd(const ReplayArgs& a, const UpdateParams& p, const MissedSteps& steps, std::byte* payload) {
+  const int dim = static_cast<int>(p.layout.dim);
+  float* w = field(payload, 0);
+  const float l2 = p.l2;
+  for_each_step(
+      a, steps,
+      [&](float lr, std::int32_t) {
+        for (int j = 0; j < dim; ++j) w[j] = without_denormals(w[j] - lr * (l2 * w[j]));
+      },
+      [&] { return is_zero(w, dim); });
+}
+
+void replay_adagrad(const ReplayArgs& a, const UpdateParams& p, const MissedSteps& steps, std::byte* payload) {
+  const int dim = static_cast<int>(p.layout.dim);
+  float* w = field(payload, 0);
+  float* sum = field(payload, p.layout.sum);
+  alignas(kCacheLineBytes) float g[kMaxDim];
+  for_each_step(
+      a, steps,
+      [&](float lr, std::int32_t) {
+        for (int j = 0; j < dim; ++j) g[j] = p.l2 * w[j];
+        *sum += dot<0>(g, g, p.layout.dim) / static_cast<float>(dim);
+        const float step_size = lr / (__builtin_sqrtf(*sum) + p.eps);
+        for (int j = 0; j < dim; ++j) w[j] = without_denormals(w[j] - step_size * g[j]);
+      },
+      [&] { return is_zero(w, dim); });
+}
+
+void replay_row(const ReplayArgs& a, const UpdateParams& p, std::byte* payload) {
+  std::int32_t* last_step = counter(payload, p.layout.last_step);
+  MissedSteps steps{*last_step + 1, a.until, *last_step + 1, *last_step + 1};
+  if (*last_step < a.mark) *last_step = a.mark;
+  if (a.max_steps > 0 && steps.last - steps.first >= a.max_steps) steps.last = steps.first + a.max_steps - 1;
+  if (steps.first > steps.last) return;
+  const std::int32_t count = steps.last - steps.first + 1;
+  if (p.row_bias1 != nullptr) {
+    std::int32_t* step = counter(payload, p.layout.step);
+    steps.bias_step1 = steps.bias_step2 = *step + 1;
+    *step += count;
+    if (p.layout.step_v != RecordSchema::kNoField) {
+      std::int32_t* step_v = counter(payload, p.layout.step_v);
+      steps.bias_step2 = *step_v + 1;
+      *step_v += count;
+    }
+  }
+  switch (p.kind) {
+    case OptimizerKind::Adam: replay_adam(a, p, steps, payload); break;
+    case OptimizerKind::Sgd: replay_sgd(a, p, steps, payload); break;
+    case OptimizerKind::RowwiseAdagrad: replay_adagrad(a, p, steps, payload); break;
+    case OptimizerKind::None: break;
+  }
+}
+
+void replay_rows(const ReplayArgs& a, const UpdateParams& p, std::size_t row_begin, std::size_t row_end) {
+  for (std::size_t row = row_begin; row < row_end; ++row) {
+    prefetch_update(a.payload, row, row_end, p.layout.payload_bytes);
+    replay_row(a, p, a.payload[row]);
+  }
+}
+
 template <int kDim>
 void row_norms(const NormArgs& a, std::uint32_t dim_, std::size_t row_begin, std::size_t row_end) {
   const int dim = width<kDim>(dim_);
@@ -451,6 +591,7 @@ void row_norms_any(const NormArgs& a, std::uint32_t dim, std::size_t begin, std:
 
 extern const RowKernels KSTEP_KERNELS;
 const RowKernels KSTEP_KERNELS = {KSTEP_ISA,       gather_pooled_any, gather_rows_any,  reduce_rows_any,
-                                  reduce_update_any, apply_update_any, row_norms_any,   weight_grads_any};
+                                  reduce_update_any, apply_update_any, replay_rows,     row_norms_any,
+                                  weight_grads_any};
 
 }  // namespace kstep

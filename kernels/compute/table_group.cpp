@@ -128,6 +128,7 @@ Status TableGroup::pooled_forward(const Lookup& lookup, Pooling pooling, const f
                                   std::size_t out_stride, int num_threads) {
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(lookup.unique_rows, lookup.table_offsets, PinMode::Read));
+  KSTEP_RETURN_IF_ERROR(show_present(lookup.table_offsets, num_threads));
   place_features(lookup, true);
   const bool stream = lookup.batch_size * out_stride * sizeof(float) >= kStreamBytes;
   const std::size_t num_bags = bags_per_task(out_stride, lookup.batch_size, num_threads);
@@ -146,6 +147,7 @@ Status TableGroup::pooled_forward(const Lookup& lookup, Pooling pooling, const f
 Status TableGroup::sequence_forward(const Lookup& lookup, float* out, int num_threads) {
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(lookup.unique_rows, lookup.table_offsets, PinMode::Read));
+  KSTEP_RETURN_IF_ERROR(show_present(lookup.table_offsets, num_threads));
   place_features(lookup, false);
   const bool stream = feature_begin_[lookup.num_features] * sizeof(float) >= kStreamBytes;
   const std::size_t blocks = num_blocks(lookup.batch_size, kBagsPerTask);
@@ -167,6 +169,7 @@ Status TableGroup::sequence_forward(const Lookup& lookup, float* out, int num_th
 Status TableGroup::weight_grads(const Lookup& lookup, const Gradient& gradient, float* out, int num_threads) {
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(lookup.unique_rows, lookup.table_offsets, PinMode::Read));
+  KSTEP_RETURN_IF_ERROR(show_present(lookup.table_offsets, num_threads));
   place_features(lookup, true);
   parallel_tasks(num_threads, num_blocks(lookup.batch_size, kBagsPerTask), [&](std::size_t task) {
     const std::size_t begin = task * kBagsPerTask, end = std::min(lookup.batch_size, begin + kBagsPerTask);
@@ -290,7 +293,7 @@ UpdateParams TableGroup::update_params(std::size_t table, const StepParams& step
   params.l2 = static_cast<float>(spec_.l2);
   params.has_clip = has_clip(table);
   params.num_clipped = &num_clipped_[table];
-  params.sinks = sinks_.data() + table * kMaxTrackers;
+  params.sinks = sinks_.empty() ? nullptr : sinks_.data() + table * kMaxTrackers;
   params.num_sinks = is_tracking_ ? static_cast<std::uint32_t>(trackers_[table].size()) : 0;
   params.clip_ratio = static_cast<float>(spec_.clip_ratio);
   params.clip_floor = static_cast<float>(spec_.clip_ratio * std::sqrt(static_cast<double>(params.layout.dim)) * spec_.clip_zeta);
@@ -310,6 +313,7 @@ UpdateParams TableGroup::update_params(std::size_t table, const StepParams& step
 
 Status TableGroup::reduce_update(const Lookup& lookup, const Gradient& gradient, const StepParams& step, int num_threads) {
   KSTEP_RETURN_IF_ERROR(check_can_update());
+  set_step(step);
   KSTEP_RETURN_IF_ERROR(prepare_sinks(lookup.table_offsets));
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(lookup.unique_rows, lookup.table_offsets, PinMode::Update));
@@ -319,7 +323,9 @@ Status TableGroup::reduce_update(const Lookup& lookup, const Gradient& gradient,
   args.unique_rows = lookup.unique_rows;
   parallel_tasks(num_threads, ranges_.size(), [&](std::size_t task) {
     const RowRange& range = ranges_[task];
-    row_kernels().reduce_update(args, update_params(range.table, step), range.begin, range.end);
+    const UpdateParams params = update_params(range.table, step);
+    if (spec_.replays_l2) replay_before_update(range, params, step);
+    row_kernels().reduce_update(args, params, range.begin, range.end);
   });
   count_updates(lookup.table_offsets);
   return pins.unpin(true);
@@ -327,6 +333,7 @@ Status TableGroup::reduce_update(const Lookup& lookup, const Gradient& gradient,
 
 Status TableGroup::apply(const RowGradients& gradients, const StepParams& step, int num_threads, const float* scales) {
   KSTEP_RETURN_IF_ERROR(check_can_update());
+  set_step(step);
   KSTEP_RETURN_IF_ERROR(prepare_sinks(gradients.table_offsets));
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(gradients.unique_rows, gradients.table_offsets, PinMode::Update));
@@ -334,7 +341,9 @@ Status TableGroup::apply(const RowGradients& gradients, const StepParams& step, 
   parallel_tasks(num_threads, ranges_.size(), [&](std::size_t task) {
     const RowRange& range = ranges_[task];
     const ApplyArgs args{payload_.data(), gradients.grads + grad_begin_[range.table], gradients.counts, gradients.unique_rows, scales};
-    row_kernels().apply_update(args, update_params(range.table, step), range.begin, range.end);
+    const UpdateParams params = update_params(range.table, step);
+    if (spec_.replays_l2) replay_before_update(range, params, step);
+    row_kernels().apply_update(args, params, range.begin, range.end);
   });
   count_updates(gradients.table_offsets);
   return pins.unpin(true);
@@ -343,6 +352,7 @@ Status TableGroup::apply(const RowGradients& gradients, const StepParams& step, 
 Status TableGroup::row_norms(const RowGradients& gradients, float* grad_squares, float* weight_squares, int num_threads) {
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(gradients.unique_rows, gradients.table_offsets, PinMode::Read));
+  KSTEP_RETURN_IF_ERROR(show_present(gradients.table_offsets, num_threads));
   cut_row_ranges(gradients.table_offsets);
   parallel_tasks(num_threads, ranges_.size(), [&](std::size_t task) {
     const RowRange& range = ranges_[task];
@@ -370,23 +380,31 @@ Status locate_field(const TableSpec& table, const std::string& name, std::size_t
 }  // namespace
 
 Status TableGroup::read_field(std::uint32_t table, const std::uint64_t* rows, std::size_t num_rows, const std::string& field,
-                              std::byte* values) {
+                              std::byte* values, int num_threads) {
   std::size_t offset = 0, bytes = 0;
   KSTEP_RETURN_IF_ERROR(locate_field(tables()[table], field, &offset, &bytes));
-  grow(&payload_, num_rows);
-  PinTicket ticket = kNoTicket;
-  KSTEP_RETURN_IF_ERROR(source_->pin(table, rows, num_rows, PinMode::Read, payload_.data(), &ticket));
-  for (std::size_t i = 0; i < num_rows; ++i) std::memcpy(values + i * bytes, payload_[i] + offset, bytes);
-  return source_->unpin(ticket, false);
+  const std::size_t rows_per_pin = spec_.replays_l2 ? kRowsPerPin : num_rows;  // copies of rows that missed steps are bounded
+  for (std::size_t begin = 0; begin < num_rows; begin += rows_per_pin) {
+    const std::size_t count = std::min(rows_per_pin, num_rows - begin);
+    std::vector<std::int64_t> offsets(tables().size() + 1, 0);
+    std::fill(offsets.begin() + table + 1, offsets.end(), static_cast<std::int64_t>(count));
+    Pins pins(this);
+    KSTEP_RETURN_IF_ERROR(pins.pin(reinterpret_cast<const std::int64_t*>(rows + begin), offsets.data(), PinMode::Read));
+    KSTEP_RETURN_IF_ERROR(show_present(offsets.data(), num_threads));
+    for (std::size_t i = 0; i < count; ++i) std::memcpy(values + (begin + i) * bytes, payload_[i] + offset, bytes);
+    KSTEP_RETURN_IF_ERROR(pins.unpin(false));
+  }
+  return Status();
 }
 
 Status TableGroup::write_field(std::uint32_t table, const std::uint64_t* rows, std::size_t num_rows, const std::string& field,
-                               const std::byte* values) {
+                               const std::byte* values, int num_threads) {
   std::size_t offset = 0, bytes = 0;
   KSTEP_RETURN_IF_ERROR(locate_field(tables()[table], field, &offset, &bytes));
   grow(&payload_, num_rows);
   PinTicket ticket = kNoTicket;
   KSTEP_RETURN_IF_ERROR(source_->pin(table, rows, num_rows, PinMode::Update, payload_.data(), &ticket));
+  replay_pinned(table, num_rows, num_threads);
   for (std::size_t i = 0; i < num_rows; ++i) std::memcpy(payload_[i] + offset, values + i * bytes, bytes);
   return source_->unpin(ticket, true);
 }

@@ -5,6 +5,8 @@
 // the same two inner functions on the same numbers, so their bits are equal.
 // Each unique row belongs to one task, which sums the row's gradients in ascending position: no atomics, and results that
 // do not depend on the number of threads.
+// Where absent rows replay their L2 (optimizer.h), lookups and reads show every row as it is at the end of the last step, in a
+// copy where it missed some, and leave no trace; updates and `write_field` bring the row itself there first.
 //
 // Ownership: owns its RowSource and its scratch. Threads: one call at a time (the op unit locks).
 #pragma once
@@ -13,11 +15,13 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "compute/optimizer.h"
 #include "compute/row_kernels.h"
 #include "compute/touch_tracker.h"
+#include "tier/huge_buffer.h"
 #include "tier/row_source.h"
 
 namespace kstep {
@@ -73,6 +77,14 @@ class TableGroup {
   TouchTracker& tracker(std::size_t table, std::size_t tracker) { return trackers_[table][tracker]; }
   std::size_t row_gradient_floats(const std::int64_t* table_offsets) const;
 
+  // The step of the updates that follow, which lookups and reads come before: rows are shown at the end of the one before it.
+  // Its rate is kept for rows that are absent from it.
+  void set_step(const StepParams& step);
+  const RateHistory& rates() const { return rates_; }
+  void restore_rates(std::vector<RateRun> runs) { rates_.restore(std::move(runs)); }
+  // Brings `num_rows` payloads of a table, one after the other, to the end of the last step.
+  void replay_payloads(std::uint32_t table, std::byte* payloads, std::size_t num_rows, int num_threads);
+
   // out: bag b has the columns of all features side by side, `out_stride` floats apart.
   Status pooled_forward(const Lookup& lookup, Pooling pooling, const float* weights, float* out, std::size_t out_stride,
                         int num_threads);
@@ -90,9 +102,9 @@ class TableGroup {
 
   // Copies one field of rows (strictly ascending) to or from `values`, [num_rows * width * dtype bytes].
   Status read_field(std::uint32_t table, const std::uint64_t* rows, std::size_t num_rows, const std::string& field,
-                    std::byte* values);
+                    std::byte* values, int num_threads = 1);
   Status write_field(std::uint32_t table, const std::uint64_t* rows, std::size_t num_rows, const std::string& field,
-                     const std::byte* values);
+                     const std::byte* values, int num_threads = 1);
 
   // Updates of rows of a table, and how many of them the clip scaled down, since the group was made.
   std::uint64_t num_updated(std::size_t table) const { return num_updated_[table]; }
@@ -129,6 +141,13 @@ class TableGroup {
   void place_features(const Lookup& lookup, bool is_pooled);
   Status prepare_sinks(const std::int64_t* table_offsets);
   Status zero_counters(std::uint32_t table, TouchTracker* tracker);
+  std::int32_t last_done_step() const { return present_.step == 0 ? 0 : static_cast<std::int32_t>(present_.step - 1); }
+  ReplayArgs replay_args(std::byte* const* payload, std::int32_t until, std::int32_t mark) const;
+  // For a range of pinned rows that is about to be updated in `step`.
+  void replay_before_update(const RowRange& range, const UpdateParams& params, const StepParams& step);
+  void replay_pinned(std::uint32_t table, std::size_t num_rows, int num_threads);
+  Status show_present(const std::int64_t* table_offsets, int num_threads);
+  void copy_missed(std::uint32_t table, std::size_t row_begin, std::size_t row_end, std::byte* copies);
 
   const std::unique_ptr<RowSource> source_;
   const OptimizerSpec spec_;
@@ -137,6 +156,8 @@ class TableGroup {
   std::vector<std::uint64_t> num_updated_, num_clipped_;  // [num_tables]
   std::vector<std::vector<TouchTracker>> trackers_;  // per table
   bool is_tracking_ = true;
+  StepParams present_;  // step 0: none was set
+  RateHistory rates_;
 
   // Scratch; grows to the largest batch and stays.
   std::vector<std::byte*> payload_;          // [U]
@@ -147,6 +168,8 @@ class TableGroup {
   std::vector<std::int64_t> grad_offsets_;   // [N]
   std::vector<float> scales_;                // [N]
   std::vector<TouchSink> sinks_;             // [num_tables * kMaxTrackers]
+  HugeBuffer copies_;                        // payloads of rows that missed steps, as lookups show them
+  std::vector<std::size_t> copy_begin_;      // bytes at which the copies of a range begin
 };
 
 }  // namespace kstep

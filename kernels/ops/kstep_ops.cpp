@@ -307,7 +307,7 @@ Tensor read_rows(int64_t group, int64_t table, const Tensor& rows, c10::string_v
   check_field(state->tables->tables()[static_cast<std::size_t>(table)], name, width, dtype);
   Tensor values = at::empty({rows.numel(), width}, dtype);
   check(state->tables->read_field(static_cast<std::uint32_t>(table), row_ids, static_cast<std::size_t>(rows.numel()), name,
-                                  static_cast<std::byte*>(values.mutable_data_ptr())));
+                                  static_cast<std::byte*>(values.mutable_data_ptr()), at::get_num_threads()));
   return values;
 }
 
@@ -321,7 +321,7 @@ void write_rows(int64_t group, int64_t table, const Tensor& rows, c10::string_vi
   check_field(state->tables->tables()[static_cast<std::size_t>(table)], name, values.size(1), values.scalar_type());
   const Tensor dense = values.contiguous();
   check(state->tables->write_field(static_cast<std::uint32_t>(table), row_ids, static_cast<std::size_t>(rows.numel()), name,
-                                   static_cast<const std::byte*>(dense.const_data_ptr())));
+                                   static_cast<const std::byte*>(dense.const_data_ptr()), at::get_num_threads()));
 }
 
 void prefetch_rows(int64_t group, const Tensor& unique_rows, const Tensor& table_offsets) {
@@ -385,6 +385,9 @@ TORCH_LIBRARY(kstep, m) {
       .def(torch::init<const c10::intrusive_ptr<RowSourceHolder>&, const std::string&, const FloatDict&>())
       .def("handle", &RowGroup::handle)
       .def("set_step", &RowGroup::set_step)
+      .def("rates", &RowGroup::rates)
+      .def("restore_rates", &RowGroup::restore_rates)
+      .def("catch_up", &RowGroup::catch_up)
       .def("set_deferred", &RowGroup::set_deferred)
       .def("num_pending", &RowGroup::num_pending)
       .def("take_pending", &RowGroup::take_pending)

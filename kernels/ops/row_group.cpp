@@ -76,6 +76,8 @@ OptimizerSpec parse_optimizer(const std::string& kind, const FloatDict& options)
     else if (name == "step_per_moment") spec.step_per_moment = value != 0.0;
     else if (name == "frozen") spec.is_frozen = value != 0.0;
     else if (name == "amsgrad") spec.is_amsgrad = value != 0.0;
+    else if (name == "replay_l2") spec.replays_l2 = value != 0.0;
+    else if (name == "max_replay_steps") spec.max_replay_steps = static_cast<std::uint32_t>(value);
     else if (name == "clip_ratio") spec.clip_ratio = value;
     else if (name == "clip_zeta") spec.clip_zeta = value;
     else if (name.rfind(kUnclipped, 0) == 0) spec.unclipped.push_back(std::stoul(name.substr(kUnclipped.size())));
@@ -177,8 +179,46 @@ RowGroup::~RowGroup() {
 void RowGroup::set_step(double lr, int64_t step) {
   TORCH_CHECK_VALUE(step >= 1, "step ", step, ", steps count from 1");
   std::lock_guard<std::mutex> lock(state_->mutex);
+  TORCH_CHECK_VALUE(!state_->tables->spec().replays_l2 || step <= INT32_MAX, "step ", step, ": rows that replay their L2 count steps up to ",
+                    INT32_MAX);
   state_->step = {lr, static_cast<std::uint64_t>(step)};
   state_->has_step = true;
+  state_->tables->set_step(state_->step);
+}
+
+std::tuple<IntList, std::vector<double>> RowGroup::rates() const {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  IntList first_steps;
+  std::vector<double> rates;
+  for (const RateRun& run : state_->tables->rates().runs()) {
+    first_steps.push_back(static_cast<int64_t>(run.first_step));
+    rates.push_back(run.lr);
+  }
+  return {first_steps, rates};
+}
+
+void RowGroup::restore_rates(const IntList& first_steps, const std::vector<double>& rates) {
+  TORCH_CHECK_VALUE(first_steps.size() == rates.size() && !rates.empty(), first_steps.size(), " first steps for ", rates.size(),
+                    " rates, expected as many, and at least one");
+  std::vector<RateRun> runs;
+  for (std::size_t i = 0; i < rates.size(); ++i) {
+    TORCH_CHECK_VALUE(first_steps[i] >= 1 && (i == 0 || first_steps[i] > first_steps[i - 1]), "first steps of rates must ascend from 1; [", i,
+                      "] is ", first_steps[i]);
+    runs.push_back({static_cast<std::uint64_t>(first_steps[i]), static_cast<float>(rates[i])});
+  }
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->tables->restore_rates(std::move(runs));
+}
+
+void RowGroup::catch_up(int64_t table, const at::Tensor& payloads) {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  const std::uint32_t t = checked_table(*state_, table);
+  const int64_t payload_bytes = state_->tables->layout(t).payload_bytes;
+  check_tensor(payloads, "payloads", at::kByte, -1);
+  TORCH_CHECK_VALUE(payloads.dim() == 2 && payloads.size(1) == payload_bytes, "payloads are ", payloads.sizes(), ", expected [n, ",
+                    payload_bytes, "]");
+  state_->tables->replay_payloads(t, static_cast<std::byte*>(payloads.mutable_data_ptr()), static_cast<std::size_t>(payloads.size(0)),
+                                  at::get_num_threads());
 }
 
 void RowGroup::set_deferred(bool is_deferred) {

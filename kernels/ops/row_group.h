@@ -64,13 +64,19 @@ std::shared_ptr<GroupState> find_group(int64_t handle);
 class RowGroup : public torch::CustomClassHolder {
  public:
   // `kind`: none, sgd, adam or rowwise_adagrad. `options`: beta1, beta2, eps, l2, row_bias, step_per_moment, frozen, amsgrad (0 or 1), clip_ratio and
-  // clip_zeta (both or none), "unclipped:<position>" (any value) for a table that is not clipped; an unknown name is refused.
+  // clip_zeta (both or none), "unclipped:<position>" (any value) for a table that is not clipped, replay_l2 (0 or 1), max_replay_steps;
+  // an unknown name is refused.
   RowGroup(const c10::intrusive_ptr<RowSourceHolder>& holder, const std::string& kind, const FloatDict& options);
   ~RowGroup() override;
 
   int64_t handle() const { return handle_; }
   // Learning rate and step (from 1) of the updates that follow.
   void set_step(double lr, int64_t step);
+  // Where absent rows replay their L2: the learning rates so far, as first steps and the rates from there on.
+  std::tuple<IntList, std::vector<double>> rates() const;
+  void restore_rates(const IntList& first_steps, const std::vector<double>& rates);
+  // Brings payloads of a table ([n, payload_bytes] uint8) to the end of the last step, in place.
+  void catch_up(int64_t table, const at::Tensor& payloads);
   // Deferred: backward keeps summed gradients here until take_pending.
   void set_deferred(bool is_deferred);
   int64_t num_pending() const;

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.multiprocess.tiered_cases import CLIPPED, MEAN, SUM, Case, check_cases
+from tests.multiprocess.tiered_cases import CLIPPED, MEAN, REPLAYING, SUM, Case, check_cases
 from tests.spawn import SpawnRanks
 
 pytestmark = pytest.mark.multiprocess
@@ -22,6 +22,8 @@ FAST_CASES = [
     Case(("rw", "tw0", "dp"), (MEAN, SUM, MEAN), stock={"c": "dense"}),
     Case(("rw", "tw_last", "rw"), (MEAN, SUM, SUM), optimizer=CLIPPED, uneven=True),
     Case(("tw0", "rw", "rw"), optimizer=CLIPPED, deferred=True, micro_batches=2),
+    Case(("rw", "tw_last", "cw_same"), (MEAN, MEAN, SUM), optimizer=REPLAYING, uneven=True),
+    Case(("tw0", "rw", "rw"), optimizer=replace(CLIPPED, l2_absent_rows="replay"), deferred=True, micro_batches=2),
 ]
 TWO_HOSTS = [
     Case(("twrw0", "twrw_last", "rw"), (MEAN, SUM, MEAN), uneven=True),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.multiprocess.tiered_cases import Case, gathered, gathered_states, shard, train
+from tests.multiprocess.tiered_cases import REPLAYING, Case, gathered, gathered_states, shard, train
 from tests.spawn import SpawnRanks
 from torchrec_kstep.checkpoint import CheckpointManager, TrainState
 from torchrec_kstep.optim_spec import AdamSpec
@@ -24,6 +24,7 @@ PLANS = {
     "rows": Case(("rw", "rw", "rw")),
     "mixed": Case(("cw", "tw_last", "rw"), stock={"b": "fused"}),
     "columns": Case(("cw_same", "cw", "tw0")),
+    "replayed": Case(("cw", "tw_last", "rw"), stock={"b": "fused"}, optimizer=REPLAYING),
 }
 
 
@@ -86,7 +87,9 @@ def _assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("name", ["mixed", pytest.param("rows", marks=pytest.mark.slow), pytest.param("columns", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["mixed", "replayed", pytest.param("rows", marks=pytest.mark.slow), pytest.param("columns", marks=pytest.mark.slow)]
+)
 def test_resuming_equals_not_stopping(spawn_ranks: SpawnRanks, tmp_path: Path, name: str) -> None:
     """Through our checkpoints and through torch's own, which pickle what they save."""
     expected = spawn_ranks(_save, 2, args=(str(tmp_path), PLANS[name]))[0]

@@ -66,10 +66,17 @@ def test_a_cache_of_any_size_trains_bit_for_bit_as_dram(tmp_path: Path, dram_byt
         assert_equal_bits(fingerprints(actual), fingerprints(expected))
 
 
+@pytest.mark.parametrize("absent_rows", ["skip", "replay"])
 @pytest.mark.parametrize("tables", ["dram", "store", "full"])
-def test_resuming_equals_not_stopping_bit_for_bit(tmp_path: Path, tables: str) -> None:
+def test_resuming_equals_not_stopping_bit_for_bit(tmp_path: Path, tables: str, absent_rows: str) -> None:
     """Rows, moments and the number of steps all come back. Whole tables are read by any store, snapshots by their own."""
-    config = tiered_config(checkpoint__every_steps=3, checkpoint__tables="full" if tables == "full" else "store")
+    config = tiered_config(
+        train__batch_size=8,  # most rows are absent from most steps
+        checkpoint__every_steps=3,
+        checkpoint__tables="full" if tables == "full" else "store",
+        optim__embedding_l2=1e-2,
+        optim__l2_absent_rows=absent_rows,
+    )
 
     def tiers(name: str) -> RunConfig:
         return config if tables == "dram" else on_ssd(config, tmp_path / name, "8KiB")

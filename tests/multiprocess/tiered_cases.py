@@ -25,6 +25,7 @@ from torchrec_kstep.world import World
 NUM_STEPS = 20
 ADAM = AdamSpec(lr=0.02, betas=(0.8, 0.95), eps=1e-3)
 CLIPPED = replace(ADAM, l2=0.01, clip=CowClip(ratio=0.35, zeta=1e-2, exempt=("c",)))  # scales some updates of `a` down and not others
+REPLAYING = replace(ADAM, l2=0.05, l2_absent_rows="replay")
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 
 # The generators of `torchrec.distributed.sharding_plan` by name: `tw0` is table-wise on rank 0, `cw01` a column shard on each.
@@ -176,11 +177,14 @@ class Reference:
 
     def _update(self, table: str, rows: torch.Tensor, counts: torch.Tensor, step: int, lr: float) -> None:
         weight, state, spec = self.model.ebc.embedding_bags[table].weight, self.state[table], self.case.optimizer
-        grad = weight.grad[rows]
         if table in self.case.stock:  # plain gradient descent
-            weight[rows] -= lr * grad
+            weight[rows] -= lr * weight.grad[rows]
             return
         assert isinstance(spec, AdamSpec)
+        if spec.replays_l2:  # every row, with a gradient of zero where it is absent
+            counts = torch.ones(len(weight), dtype=counts.dtype).index_copy(0, rows, counts)
+            rows = torch.arange(len(weight))
+        grad = weight.grad[rows]
         grad = self._shaped(table, grad, weight[rows], counts)
         beta1, beta2 = spec.betas
         m, v = beta1 * state["m"][rows] + (1 - beta1) * grad, beta2 * state["v"][rows] + (1 - beta2) * grad * grad

@@ -34,6 +34,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "routes.cores": ("node", "own", "any"),
     "optim.dense": ("adam", "sgd", "adagrad"),
     "optim.embedding": ("adam", "sgd", "adagrad", "rowwise_adagrad"),
+    "optim.l2_absent_rows": ("skip", "replay"),
     "optim.clip_covers": ("dense", "all"),
     "optim.schedule": ("constant", "linear", "cosine"),
     "optim.warmup_covers": ("all", "dense"),
@@ -123,6 +124,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "optim.eps": POSITIVE,
     "optim.weight_decay": NOT_NEGATIVE,
     "optim.embedding_l2": NOT_NEGATIVE,
+    "optim.l2_replay_max_steps": Bounds(0, 2**31 - 1),
     "optim.clip_norm": NOT_NEGATIVE,
     "optim.warmup_steps": ANY_COUNT,
     "optim.clip_ratio": POSITIVE,
@@ -349,6 +351,12 @@ def _kstep_rules(config: RunConfig) -> Iterator[Finding]:
     for key, value in (("optim.dense", optim.dense), ("optim.embedding", optim.embedding)):
         if value != "adam":
             yield Finding(f"kstep.k={kstep.k} with {key}={value}: replicas are merged by the rules of Adam; choose adam", ("kstep.k", key))
+    if optim.l2_absent_rows == "replay" and optim.embedding_l2:
+        yield Finding(
+            f"kstep.k={kstep.k} with optim.l2_absent_rows=replay: replicas would have replayed different steps of a row, and rounds weigh "
+            "its moves by touches alone; choose optim.l2_absent_rows=skip",
+            ("kstep.k", "optim.l2_absent_rows"),
+        )
     if kstep.overlap_steps >= kstep.k:
         yield Finding(
             f"kstep.overlap_steps={kstep.overlap_steps} with kstep.k={kstep.k}: a round must end before the next begins; choose at most "

@@ -14,10 +14,11 @@ import torch
 
 from torchrec_kstep.errors import DataError
 from torchrec_kstep.ops.batch import IGNORED_POSITION, Dedup, InitKind, OutOfRange, Pooling, RowGradients, TableSpec
-from torchrec_kstep.optim_spec import AdamSpec, CowClip, OptimizerSpec, RowwiseAdagradSpec, SgdSpec, touches_field
+from torchrec_kstep.optim_spec import LAST_STEP, AdamSpec, CowClip, OptimizerSpec, RowwiseAdagradSpec, SgdSpec, touches_field
 
 _LANES = 16  # partial sums of a row: column j goes to lane j % 16
 _WORD = 0xFFFFFFFF
+_LEAST_NORMAL = 2.0**-126
 
 
 @dataclass
@@ -30,6 +31,7 @@ class ReferenceGroup:
         fields: per table, field name to `[num_rows, width]`.
         lr: learning rate of the next updates.
         step: their step, from 1.
+        rates: learning rate by step, for rows that replay missed steps; `set_step` notes them.
         is_deferred: keep summed gradients in `pending` instead of updating.
         pending: in the order of the backwards.
         trackers: per table, what `RowGroup.track` and its companions keep, one per counter of touches.
@@ -41,6 +43,7 @@ class ReferenceGroup:
     fields: list[dict[str, torch.Tensor]] = field(default_factory=list)
     lr: float = 0.0
     step: int = 0
+    rates: dict[int, float] = field(default_factory=dict)
     is_deferred: bool = False
     pending: list[RowGradients] = field(default_factory=list)
     trackers: list[list["ReferenceTracker"]] = field(default_factory=list)
@@ -61,6 +64,18 @@ class ReferenceGroup:
             self.fields.append(fields)
             num_trackers = 0 if self.optimizer.touches == "none" else self.optimizer.num_trackers
             self.trackers.append([ReferenceTracker(fields, touches_field(tracker)) for tracker in range(num_trackers)])
+
+    def set_step(self, lr: float, step: int) -> None:
+        """See `RowGroup.set_step`; here every step must be set."""
+        self.lr, self.step, self.rates[step] = lr, step, lr
+
+    def present_fields(self, table: int) -> dict[str, torch.Tensor]:
+        """Returns all rows of a table as they are at the end of the last step."""
+        if not self.optimizer.replays_l2:
+            return self.fields[table]
+        fields = {name: values.clone() for name, values in self.fields[table].items()}
+        _replay(self, fields, mark=self.step - 1)
+        return fields
 
     def track(self, tracker: int, fields: Sequence[str], tables: Sequence[int] | None = None) -> None:
         """See `RowGroup.track`."""
@@ -207,7 +222,7 @@ def pooled_lookup(
     columns = []
     for feature, table in enumerate(table_of_feature):
         positions = _valid_positions(offsets, batch, feature, batch_size)
-        rows = group.fields[table]["weight"][_row_ids(batch, positions)]
+        rows = group.present_fields(table)["weight"][_row_ids(batch, positions)]
         terms = rows if weights is None else weights[positions, None] * rows
         pooled = torch.zeros(batch_size, rows.shape[1]).index_add(0, bags[positions] - feature * batch_size, terms)
         if pooling == "mean":
@@ -239,7 +254,7 @@ def pooled_backward(
         mine = grad[:, column : column + table_dims[table]][bags[positions] - feature * batch_size]
         column += table_dims[table]
         if needs_weight_grad:
-            rows = group.fields[table]["weight"][_row_ids(batch, positions)]
+            rows = group.present_fields(table)["weight"][_row_ids(batch, positions)]
             weight_grad[positions] = _lane_sum(mine * rows) * scale[positions]
         factor = scale[positions] if weights is None else weights[positions] * scale[positions]
         index = batch.inverse[positions].to(torch.int64) - int(batch.table_offsets[table])
@@ -264,7 +279,7 @@ def sequence_lookup(
         begin, end = int(offsets[feature * batch_size]), int(offsets[(feature + 1) * batch_size])
         out = torch.zeros(end - begin, table_dims[table])
         positions = _valid_positions(offsets, batch, feature, batch_size)
-        out[positions - begin] = group.fields[table]["weight"][_row_ids(batch, positions)]
+        out[positions - begin] = group.present_fields(table)["weight"][_row_ids(batch, positions)]
         parts.append(out.flatten())
     return torch.cat(parts)
 
@@ -322,6 +337,8 @@ def apply_row_gradients(group: ReferenceGroup, gradients: RowGradients, scales: 
         for tracker in group.trackers[table] if group.is_tracking else ():
             tracker.note(rows)
         fields = {name: values[rows] for name, values in group.fields[table].items()}
+        if group.optimizer.replays_l2:
+            _replay(group, fields, mark=group.step)
         _update_fields(group, fields, grads, counts, None if scales is None else scales[mine])
         for name, values in fields.items():
             group.fields[table][name][rows] = values
@@ -331,7 +348,7 @@ def row_norms(group: ReferenceGroup, gradients: RowGradients) -> tuple[torch.Ten
     """See `kernels.row_norms`."""
     grad_squares, weight_squares = [], []
     for table, (rows, grads) in enumerate(gradients.per_table(tuple(table.dim for table in group.tables))):
-        weight = group.fields[table]["weight"][rows]
+        weight = group.present_fields(table)["weight"][rows]
         grads = grads + _f32(group.optimizer.l2) * weight if group.optimizer.l2 != 0 else grads
         grad_squares.append(_lane_sum(grads * grads))
         weight_squares.append(_lane_sum(weight * weight))
@@ -340,14 +357,17 @@ def row_norms(group: ReferenceGroup, gradients: RowGradients) -> tuple[torch.Ten
 
 def read_rows(group: ReferenceGroup, table: int, rows: torch.Tensor, field: str, width: int, dtype: torch.dtype) -> torch.Tensor:
     """See `kernels.read_rows`."""
-    values = group.fields[table][field][rows]
+    values = group.present_fields(table)[field][rows]
     if values.shape[1] != width or values.dtype != dtype:
         raise DataError(f"field {field!r} is {values.dtype}[{values.shape[1]}], not {dtype}[{width}]")
     return values
 
 
 def write_rows(group: ReferenceGroup, table: int, rows: torch.Tensor, field: str, values: torch.Tensor) -> None:
-    """See `kernels.write_rows`."""
+    """See `kernels.write_rows`: the rows are brought up to date first."""
+    if group.optimizer.replays_l2:
+        for name, present in group.present_fields(table).items():
+            group.fields[table][name][rows] = present[rows]
     group.fields[table][field][rows] = values
 
 
@@ -422,19 +442,40 @@ def _update_fields(
         grad = scales[:, None] * grad
     elif spec.clip is not None:
         grad = _clip_rows(spec.clip, fields["weight"], grad, counts)
+    _move(spec, fields, grad, group.lr, group.step)
+
+
+def _replay(group: ReferenceGroup, fields: dict[str, torch.Tensor], mark: int) -> None:
+    """Makes the updates that rows missed, one step after the other: the gradient is that of L2, and nothing is clipped."""
+    spec, last = group.optimizer, fields[LAST_STEP][:, 0].clone()
+    begin = int(last.min()) + 1 if last.numel() else group.step
+    for step in range(begin, group.step):
+        missed = last < step
+        if spec.l2_replay_max_steps:
+            missed &= step - last <= spec.l2_replay_max_steps
+        rows = {name: values[missed] for name, values in fields.items()}
+        _move(spec, rows, _f32(spec.l2) * rows["weight"], group.rates[step], step)
+        for name, values in rows.items():
+            is_decayed = name in ("weight", "m", "v")
+            fields[name][missed] = torch.where(values.abs() < _LEAST_NORMAL, 0.0, values) if is_decayed else values
+    fields[LAST_STEP] = fields[LAST_STEP].clamp(min=mark)
+
+
+def _move(spec: OptimizerSpec, fields: dict[str, torch.Tensor], grad: torch.Tensor, lr: float, step: int) -> None:
+    """Updates the fields of some rows in place by their gradient, as it is to be used."""
     if isinstance(spec, AdamSpec):
-        _adam(spec, group, fields, grad)
+        _adam(spec, fields, grad, lr, step)
     elif isinstance(spec, RowwiseAdagradSpec):
         fields["sum"] += (_lane_sum(grad * grad) / _f32(grad.shape[1]))[:, None]
-        fields["weight"] -= (_f32(group.lr) / (_sqrt(fields["sum"]) + _f32(spec.eps))) * grad
+        fields["weight"] -= (_f32(lr) / (_sqrt(fields["sum"]) + _f32(spec.eps))) * grad
     else:
         assert isinstance(spec, SgdSpec), f"no rule for {spec}"
-        fields["weight"] -= _f32(group.lr) * grad
+        fields["weight"] -= _f32(lr) * grad
 
 
-def _adam(spec: AdamSpec, group: ReferenceGroup, fields: dict[str, torch.Tensor], grad: torch.Tensor) -> None:
+def _adam(spec: AdamSpec, fields: dict[str, torch.Tensor], grad: torch.Tensor, lr: float, step: int) -> None:
     beta1, beta2 = spec.betas
-    steps = steps_of_v = [group.step] * grad.shape[0]
+    steps = steps_of_v = [step] * grad.shape[0]
     if spec.bias_correction == "row":
         for name in ("step", "step_v")[: 2 if spec.step_per_moment else 1]:
             fields[name] += 1
@@ -447,7 +488,7 @@ def _adam(spec: AdamSpec, group: ReferenceGroup, fields: dict[str, torch.Tensor]
     corrected = fields["v"] * bias2
     if spec.frozen:
         corrected = torch.where(corrected > fields["v_hat"], corrected, fields["v_hat"])
-    fields["weight"] -= (_f32(group.lr) * bias1 * fields["m"]) / (_sqrt(corrected) + _f32(spec.eps))
+    fields["weight"] -= (_f32(lr) * bias1 * fields["m"]) / (_sqrt(corrected) + _f32(spec.eps))
 
 
 def inverse_bias(beta: float, steps: Sequence[int]) -> torch.Tensor:

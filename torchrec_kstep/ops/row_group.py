@@ -81,9 +81,28 @@ class RowGroup:
         return cls(tables, optimizer, source)
 
     def set_step(self, lr: float, step: int) -> None:
-        """Sets the learning rate and the step (from 1) of the updates that follow."""
+        """Sets the learning rate and the step (from 1) of the updates that follow.
+
+        Where absent rows replay their L2, lookups and reads show rows at the end of the step before, and the rate is kept for rows
+        that miss this step; of a step set twice the last rate counts. Set every step, also one without a batch.
+        """
         with kernel_errors():
             self._native.set_step(lr, step)
+
+    def rates(self) -> list[tuple[int, float]]:
+        """Returns the learning rates so far as (first step, rate), where absent rows replay their L2; else nothing."""
+        first_steps, rates = self._native.rates()
+        return list(zip(first_steps, rates, strict=True))
+
+    def restore_rates(self, rates: Sequence[tuple[int, float]]) -> None:
+        """Sets what `rates` returned, e.g. before a run goes on from a snapshot; at least one."""
+        with kernel_errors():
+            self._native.restore_rates([step for step, _ in rates], [rate for _, rate in rates])
+
+    def catch_up(self, table: int, payloads: torch.Tensor) -> None:
+        """Brings payloads of rows (`[n, payload bytes]` uint8) to the end of the last step, in place."""
+        with kernel_errors():
+            self._native.catch_up(table, payloads)
 
     def set_deferred(self, is_deferred: bool) -> None:
         """Chooses between updating rows inside backward (fused, the start value) and keeping summed gradients (deferred)."""

@@ -121,13 +121,23 @@ def row_optimizer(optim: OptimConfig, kstep: KStepConfig | None = None, num_repl
 
     With `kstep` it has the bias correction that goes with the way to merge, and rows of several replicas count their updates.
     """
-    clip = CowClip(optim.clip_ratio, optim.clip_zeta, tuple(optim.clip_exempt)) if optim.clip == "cowclip" else None
+    spec = _row_rule(optim)
+    spec = replace(
+        spec,
+        l2=optim.embedding_l2,
+        clip=CowClip(optim.clip_ratio, optim.clip_zeta, tuple(optim.clip_exempt)) if optim.clip == "cowclip" else None,
+        l2_absent_rows="replay" if optim.l2_absent_rows == "replay" else "skip",
+        l2_replay_max_steps=optim.l2_replay_max_steps,
+    )
+    return _mergeable(spec, kstep, num_replicas) if kstep is not None and isinstance(spec, AdamSpec) else spec
+
+
+def _row_rule(optim: OptimConfig) -> OptimizerSpec:
     if optim.embedding == "adam":
-        adam = AdamSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-        return adam if kstep is None else _mergeable(adam, kstep, num_replicas)
+        return AdamSpec(lr=optim.embedding_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     if optim.embedding == "rowwise_adagrad":
-        return RowwiseAdagradSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip, eps=optim.eps)
-    return SgdSpec(lr=optim.embedding_lr, l2=optim.embedding_l2, clip=clip)
+        return RowwiseAdagradSpec(lr=optim.embedding_lr, eps=optim.eps)
+    return SgdSpec(lr=optim.embedding_lr)
 
 
 def _mergeable(adam: AdamSpec, kstep: KStepConfig, num_replicas: int) -> AdamSpec:

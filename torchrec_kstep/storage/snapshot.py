@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim_spec import FieldType, RecordField
 from torchrec_kstep.storage._errors import store_errors
 from torchrec_kstep.storage.division import BYTES_PER_ELEMENT
+from torchrec_kstep.storage.replay import ReplayState
 from torchrec_kstep.storage.segments import SegmentInfo
 
 DTYPES: dict[FieldType, torch.dtype] = {"f32": torch.float32, "i32": torch.int32}
@@ -144,10 +146,16 @@ class Snapshot:
         return VerifyReport(**dict(counts), failures=tuple(failures))
 
     def read(self, table: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns every field of `rows` (`[n]` int64): `[n, width]` each; rows without a record have their initial values."""
+        """Returns every field of `rows` (`[n]` int64): `[n, width]` each; rows without a record have their initial values.
+
+        Where absent rows replay their L2, all rows are shown as they were when the snapshot was made.
+        """
         fields = self.table(table).fields
         with store_errors(self.paths):
             payloads: torch.Tensor = self._native.read_rows(table, rows.contiguous())
+        if self._replay is not None:
+            index = next(index for index, stored in enumerate(self.tables) if stored.spec.name == table)
+            self._replaying_group.catch_up(index, payloads)
         result, begin = {}, 0
         for field in fields:
             num_bytes = field.width * BYTES_PER_ELEMENT
@@ -178,8 +186,20 @@ class Snapshot:
 
     def group(self) -> RowGroup:
         """Makes a read-only row group for evaluation; needs no optimizer, and an update is refused."""
+        replay = self._replay
         with store_errors(self.paths):
-            return RowGroup([table.spec for table in self.tables], None, self._native.source())
+            group = RowGroup([table.spec for table in self.tables], None if replay is None else replay.optimizer, self._native.source())
+        if replay is not None:
+            replay.hand_over(group)
+        return group
+
+    @cached_property
+    def _replay(self) -> ReplayState | None:
+        return replay_state(self.manifest, f"snapshot {self.name!r} of the row store at {self.paths[0]}")
+
+    @cached_property
+    def _replaying_group(self) -> RowGroup:
+        return self.group()
 
     def _table(self, entry: dict[str, Any]) -> StoredTable:
         init = entry["init"]
@@ -199,15 +219,30 @@ class Snapshot:
         return StoredTable(spec, fields, counts["materialised_rows"], counts["index_bytes"])
 
     def _envelope(self) -> dict[str, Any]:
-        try:
-            found = json.loads(self.manifest["metadata"])
-        except json.JSONDecodeError:  # made by other means than TieredTables.snapshot
-            return {"note": self.manifest["metadata"]}
-        return found if isinstance(found, dict) else {"note": self.manifest["metadata"]}
+        return envelope_of(self.manifest)
 
 
 _RECORD_TAIL_BYTES = 20  # docs/format.md
 _ROWS_PER_WINDOW = 1 << 22  # row ids looked through at a time
+
+
+def envelope_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `TieredTables.snapshot` put into the metadata of a manifest."""
+    try:
+        found = json.loads(manifest["metadata"])
+    except json.JSONDecodeError:  # made by other means than TieredTables.snapshot
+        return {"note": manifest["metadata"]}
+    return found if isinstance(found, dict) else {"note": manifest["metadata"]}
+
+
+def replay_state(manifest: Mapping[str, Any], where: str) -> ReplayState | None:
+    """Returns what a snapshot says about L2 of absent rows; None where they stand still. `where` names it.
+
+    Raises:
+        CorruptionError: it cannot be read.
+    """
+    found = envelope_of(manifest).get("l2_replay")
+    return None if found is None else ReplayState.from_json(found, where)
 
 
 def read_manifest(paths: Sequence[str | Path], name: str) -> bytes:

@@ -20,8 +20,9 @@ from torchrec_kstep.optim_spec import OptimizerSpec
 from torchrec_kstep.storage._errors import store_errors
 from torchrec_kstep.storage.division import RecordLayout, divide_dram, payload_bytes
 from torchrec_kstep.storage.estimate import estimate
+from torchrec_kstep.storage.replay import ReplayState
 from torchrec_kstep.storage.segments import SegmentInfo, SpaceUsage
-from torchrec_kstep.storage.snapshot import Snapshot, check_headers
+from torchrec_kstep.storage.snapshot import Snapshot, check_headers, read_manifest, replay_state
 from torchrec_kstep.storage.stats import StoreStats
 from torchrec_kstep.tier_config import TierConfig
 from torchrec_kstep.units import format_bytes
@@ -67,6 +68,8 @@ class TieredTables(RowGroup):
         self._is_deferred = False
         self._is_tracking = True
         self._lr_and_step: tuple[float, int] | None = None
+        if restore:
+            self._resume_replay(restore)
 
     @classmethod
     def open(
@@ -198,6 +201,9 @@ class TieredTables(RowGroup):
                 "pending; apply them first"
             )
         envelope = {"note": note, "created_unix_s": time.time(), "counters": self.counters()}
+        replay = ReplayState.of(self, 1 if self._lr_and_step is None else self._lr_and_step[1])
+        if replay is not None:
+            envelope["l2_replay"] = replay.as_json()
         with store_errors(self.paths):
             self._open_store().snapshot(name, json.dumps(envelope))
 
@@ -226,6 +232,17 @@ class TieredTables(RowGroup):
         self.set_deferred(self._is_deferred)
         if self._lr_and_step is not None:
             self.set_step(*self._lr_and_step)
+        self._resume_replay(name)
+
+    def _resume_replay(self, name: str) -> None:
+        """Where absent rows replay their L2: goes on at the step at which the snapshot was made."""
+        if self.optimizer is None or not self.optimizer.replays_l2:
+            return
+        with store_errors(self.paths):
+            manifest = json.loads(read_manifest(self.paths, name).partition(b"\n")[0])
+        state = replay_state(manifest, f"snapshot {name!r} of the row store at {self.paths[0]}")
+        if state is not None:
+            state.hand_over(self)
 
     def set_step(self, lr: float, step: int) -> None:
         """As in `RowGroup`."""

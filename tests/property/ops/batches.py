@@ -87,10 +87,12 @@ def optimizers(draw: st.DrawFn) -> OptimizerSpec:
     clip = draw(st.sampled_from((None, CowClip(), CowClip(ratio=0.5, zeta=0.0), CowClip(ratio=1e-3, zeta=1e-2))))
     touches = draw(st.sampled_from(("none", "count", "base")))
     kind = draw(st.sampled_from(("sgd", "adam", "adam_row", "adagrad")))
+    may_replay = touches == "none" and (clip is None or clip.ratio >= l2)
+    absent = "replay" if may_replay and draw(st.booleans()) else "skip"
     if kind == "sgd":
-        return SgdSpec(lr, l2, clip, touches)
+        return SgdSpec(lr, l2, clip, touches, l2_absent_rows=absent)
     if kind == "adagrad":
-        return RowwiseAdagradSpec(lr, l2, clip, touches)
+        return RowwiseAdagradSpec(lr, l2, clip, touches, l2_absent_rows=absent)
     betas = draw(st.sampled_from(((0.9, 0.999), (0.0, 0.5))))
     is_row = kind == "adam_row"
     return AdamSpec(
@@ -101,5 +103,6 @@ def optimizers(draw: st.DrawFn) -> OptimizerSpec:
         betas,
         bias_correction="row" if is_row else "global",
         step_per_moment=is_row and draw(st.booleans()),
-        frozen=draw(st.booleans()),
+        frozen=absent == "skip" and draw(st.booleans()),
+        l2_absent_rows=absent,
     )

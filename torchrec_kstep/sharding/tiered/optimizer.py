@@ -54,7 +54,7 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
         state: dict[Any, dict[str, Any]] = {}
         for table, own in by_table.items():
             weight = sharded_field(own, "weight", process_group)
-            fields = [field.name for field in optimizer.state_fields(dim=1)]  # touches are of the running interval: never saved
+            fields = [field.name for field in optimizer.saved_fields(dim=1)]
             params[f"{table}.weight"] = weight
             state[weight] = {f"{table}.{field}": sharded_field(own, field, process_group) for field in fields}
             state[weight][f"{table}.{STEP_COUNT}"] = self._num_steps

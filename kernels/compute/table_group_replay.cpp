@@ -1,0 +1,109 @@
+// TableGroup: rows that were absent from some steps are brought up to date.
+#include <algorithm>
+#include <cstring>
+
+#include "compute/table_group.h"
+#include "compute/thread_pool.h"
+
+namespace kstep {
+namespace {
+
+constexpr std::size_t kRowsPerTask = 64;  // rows differ much in how many steps they missed
+constexpr std::size_t kRowsAhead = 8;
+
+std::int32_t last_step_of(const std::byte* payload, const RowLayout& layout) {
+  std::int32_t step = 0;
+  std::memcpy(&step, payload + layout.last_step, sizeof step);
+  return step;
+}
+
+std::size_t num_tasks(std::size_t num_rows) { return (num_rows + kRowsPerTask - 1) / kRowsPerTask; }
+
+}  // namespace
+
+void TableGroup::set_step(const StepParams& step) {
+  present_ = step;
+  if (spec_.replays_l2) rates_.set(step.step, static_cast<float>(step.lr));
+}
+
+ReplayArgs TableGroup::replay_args(std::byte* const* payload, std::int32_t until, std::int32_t mark) const {
+  ReplayArgs args{};
+  args.payload = payload;
+  args.runs = rates_.runs().data();
+  args.num_runs = rates_.runs().size();
+  args.until = until;
+  args.mark = mark;
+  args.max_steps = static_cast<std::int32_t>(spec_.max_replay_steps);
+  args.bias1 = bias1_.inverse.data();
+  args.bias1_size = static_cast<std::uint32_t>(bias1_.inverse.size());
+  args.beta1 = spec_.beta1;
+  args.bias2 = bias2_.inverse.data();
+  args.bias2_size = static_cast<std::uint32_t>(bias2_.inverse.size());
+  args.beta2 = spec_.beta2;
+  return args;
+}
+
+void TableGroup::replay_before_update(const RowRange& range, const UpdateParams& params, const StepParams& step) {
+  const auto present = static_cast<std::int32_t>(step.step);
+  row_kernels().replay_rows(replay_args(payload_.data(), present - 1, present), params, range.begin, range.end);
+}
+
+// The rows at the front of payload_, which are pinned for an update.
+void TableGroup::replay_pinned(std::uint32_t table, std::size_t num_rows, int num_threads) {
+  if (!spec_.replays_l2 || last_done_step() == 0) return;
+  const UpdateParams params = update_params(table, present_);
+  const ReplayArgs args = replay_args(payload_.data(), last_done_step(), last_done_step());
+  parallel_tasks(num_threads, num_tasks(num_rows), [&](std::size_t task) {
+    row_kernels().replay_rows(args, params, task * kRowsPerTask, std::min(num_rows, (task + 1) * kRowsPerTask));
+  });
+}
+
+void TableGroup::replay_payloads(std::uint32_t table, std::byte* payloads, std::size_t num_rows, int num_threads) {
+  payload_.resize(std::max(payload_.size(), num_rows));
+  for (std::size_t i = 0; i < num_rows; ++i) payload_[i] = payloads + i * layouts_[table].payload_bytes;
+  replay_pinned(table, num_rows, num_threads);
+}
+
+// Replaces the payload of each row of a range that missed steps by a copy that did not.
+void TableGroup::copy_missed(std::uint32_t table, std::size_t row_begin, std::size_t row_end, std::byte* copies) {
+  const RowLayout& layout = layouts_[table];
+  const std::size_t stride_bytes = tables()[table].schema.stride_bytes();
+  const UpdateParams params = update_params(table, present_);
+  const ReplayArgs args = replay_args(payload_.data(), last_done_step(), last_done_step());
+  for (std::size_t row = row_begin; row < row_end; ++row) {
+    if (row + kRowsAhead < row_end) __builtin_prefetch(payload_[row + kRowsAhead] + layout.last_step);
+    if (last_step_of(payload_[row], layout) >= args.until) continue;
+    std::byte* copy = copies + (row - row_begin) * stride_bytes;
+    std::memcpy(copy, payload_[row], layout.payload_bytes);
+    payload_[row] = copy;
+    row_kernels().replay_rows(args, params, row, row + 1);
+  }
+}
+
+// After a pin for reading.
+Status TableGroup::show_present(const std::int64_t* table_offsets, int num_threads) {
+  if (!spec_.replays_l2 || last_done_step() == 0) return Status();
+  std::size_t num_bytes = 0;
+  ranges_.clear();
+  for (std::size_t t = 0; t < layouts_.size(); ++t) {
+    const auto end = static_cast<std::size_t>(table_offsets[t + 1]);
+    for (auto begin = static_cast<std::size_t>(table_offsets[t]); begin < end; begin += kRowsPerTask) {
+      ranges_.push_back({static_cast<std::uint32_t>(t), begin, std::min(end, begin + kRowsPerTask)});
+    }
+    num_bytes += (end - static_cast<std::size_t>(table_offsets[t])) * tables()[t].schema.stride_bytes();
+  }
+  if (copies_.size() < num_bytes) KSTEP_RETURN_IF_ERROR(HugeBuffer::make(num_bytes * 5 / 4, "rows that missed steps", &copies_));
+  copy_begin_.resize(ranges_.size());
+  std::size_t begin_bytes = 0;
+  for (std::size_t i = 0; i < ranges_.size(); ++i) {
+    copy_begin_[i] = begin_bytes;
+    begin_bytes += (ranges_[i].end - ranges_[i].begin) * tables()[ranges_[i].table].schema.stride_bytes();
+  }
+  parallel_tasks(num_threads, ranges_.size(), [&](std::size_t task) {
+    const RowRange& range = ranges_[task];
+    copy_missed(range.table, range.begin, range.end, copies_.data() + copy_begin_[task]);
+  });
+  return Status();
+}
+
+}  // namespace kstep
