@@ -11,8 +11,8 @@
 //             frozen: max(v_hat, v / (1 - b2^t)) in place of v / (1 - b2^t); v_hat is set by merge rounds, 0 before the first
 //   Adagrad   sum += mean(g^2);  w -= (lr / (sqrt(sum) + eps)) * g           (row-wise: one sum per row)
 //   Replay    a row that was absent in steps a..b makes, before it is read or updated again, the updates of these steps with
-//             g = l2 * w, the learning rate of each step and no clip; after each, values of w, m and v below 2^-126 become 0, so
-//             that a row that has decayed ends at zero instead of among denormal numbers. t counts these updates too.
+//             g = l2 * w, the learning rate of each step and no clip; after each, weights below 2^-63 and moments below 2^-126
+//             become 0, so that a row that has decayed ends at zero instead of among denormal numbers. t counts these updates too.
 // Sums over columns (norms, mean) run in 16 lanes, column j in lane j % 16, then a tree: the same bits at every vector
 // width.
 // Ownership: plain values. Threads: immutable after make().

@@ -395,10 +395,14 @@ void apply_update(const ApplyArgs& a, const UpdateParams& p, std::size_t row_beg
 
 // ---- replay of missed steps ------------------------------------------------------------------------------------------
 
-constexpr float kLeastNormal = 0x1p-126f;
+// Below these a weight or moment becomes zero: denormal numbers take ten times the time, and decay only until they round to themselves.
+// A weight stops earlier, where its own decay becomes denormal.
+constexpr float kLeastWeight = 0x1p-63f, kLeastMoment = 0x1p-126f;
 constexpr std::int32_t kStepsPerLook = 32;  // between two looks whether a row has become zero
 
-KSTEP_INLINE float without_denormals(float x) { return __builtin_fabsf(x) < kLeastNormal ? 0.0f : x; }
+KSTEP_INLINE float decayed_weight(float w) { return __builtin_fabsf(w) < kLeastWeight ? 0.0f : w; }
+
+KSTEP_INLINE float decayed_moment(float m) { return __builtin_fabsf(m) < kLeastMoment ? 0.0f : m; }
 
 KSTEP_INLINE bool is_zero(const float* x, int n) {
   bool found = false;
@@ -448,9 +452,9 @@ KSTEP_INLINE void replay_adam_columns(const ReplayArgs& a, const UpdateParams& p
           const float g = l2 * w[j];
           const float moment = beta1 * m[j] + rest1 * g;
           const float square = beta2 * v[j] + (rest2 * g) * g;
-          m[j] = without_denormals(moment);
-          v[j] = without_denormals(square);
-          w[j] = without_denormals(w[j] - (step_size * moment) / (__builtin_sqrtf(square * bias2) + eps));
+          m[j] = decayed_moment(moment);
+          v[j] = decayed_moment(square);
+          w[j] = decayed_weight(w[j] - (step_size * moment) / (__builtin_sqrtf(square * bias2) + eps));
         }
       },
       [&] { return is_zero(w, kWidth) && is_zero(m, kWidth) && is_zero(v, kWidth); });
@@ -480,7 +484,7 @@ void replay_sgd(const ReplayArgs& a, const UpdateParams& p, const MissedSteps& s
   for_each_step(
       a, steps,
       [&](float lr, std::int32_t) {
-        for (int j = 0; j < dim; ++j) w[j] = without_denormals(w[j] - lr * (l2 * w[j]));
+        for (int j = 0; j < dim; ++j) w[j] = decayed_weight(w[j] - lr * (l2 * w[j]));
       },
       [&] { return is_zero(w, dim); });
 }
@@ -496,7 +500,7 @@ void replay_adagrad(const ReplayArgs& a, const UpdateParams& p, const MissedStep
         for (int j = 0; j < dim; ++j) g[j] = p.l2 * w[j];
         *sum += dot<0>(g, g, p.layout.dim) / static_cast<float>(dim);
         const float step_size = lr / (__builtin_sqrtf(*sum) + p.eps);
-        for (int j = 0; j < dim; ++j) w[j] = without_denormals(w[j] - step_size * g[j]);
+        for (int j = 0; j < dim; ++j) w[j] = decayed_weight(w[j] - step_size * g[j]);
       },
       [&] { return is_zero(w, dim); });
 }

@@ -136,15 +136,17 @@ TEST_P(ReplayTest, ReadingTwiceAndInBetweenChangesNothing) {
   EXPECT_EQ(read_all(quiet.get(), 1), read_all(watched.get(), 1));
 }
 
+std::string name_of(const testing::TestParamInfo<Case>& info) {
+  const char* names[] = {"None", "Sgd", "Adam", "Adagrad"};
+  return std::string(names[static_cast<int>(info.param.kind)]) + (info.param.bias == BiasCorrection::Row ? "Row" : "") +
+         (info.param.has_clip ? "Clipped" : "");
+}
+
 INSTANTIATE_TEST_SUITE_P(Rules, ReplayTest,
                          testing::Values(Case{OptimizerKind::Adam, BiasCorrection::Global, false}, Case{OptimizerKind::Adam, BiasCorrection::Row, false},
                                          Case{OptimizerKind::Adam, BiasCorrection::Global, true}, Case{OptimizerKind::Sgd, BiasCorrection::Global, false},
                                          Case{OptimizerKind::RowwiseAdagrad, BiasCorrection::Global, false}),
-                         [](const auto& info) {
-                           const char* names[] = {"None", "Sgd", "Adam", "Adagrad"};
-                           return std::string(names[static_cast<int>(info.param.kind)]) +
-                                  (info.param.bias == BiasCorrection::Row ? "Row" : "") + (info.param.has_clip ? "Clipped" : "");
-                         });
+                         name_of);
 
 TEST(RateHistory, KeepsOneEntryPerChangeAndForgetsWhatComesLater) {
   RateHistory rates;

@@ -18,7 +18,7 @@ from torchrec_kstep.optim_spec import LAST_STEP, AdamSpec, CowClip, OptimizerSpe
 
 _LANES = 16  # partial sums of a row: column j goes to lane j % 16
 _WORD = 0xFFFFFFFF
-_LEAST_NORMAL = 2.0**-126
+_LEAST = {"weight": 2.0**-63, "m": 2.0**-126, "v": 2.0**-126}  # below it a value that decays becomes 0
 
 
 @dataclass
@@ -456,8 +456,7 @@ def _replay(group: ReferenceGroup, fields: dict[str, torch.Tensor], mark: int) -
         rows = {name: values[missed] for name, values in fields.items()}
         _move(spec, rows, _f32(spec.l2) * rows["weight"], group.rates[step], step)
         for name, values in rows.items():
-            is_decayed = name in ("weight", "m", "v")
-            fields[name][missed] = torch.where(values.abs() < _LEAST_NORMAL, 0.0, values) if is_decayed else values
+            fields[name][missed] = torch.where(values.abs() < _LEAST[name], 0.0, values) if name in _LEAST else values
     fields[LAST_STEP] = fields[LAST_STEP].clamp(min=mark)
 
 

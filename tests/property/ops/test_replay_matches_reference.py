@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.property.ops.batches import BagBatch, batches, tables
-from torchrec_kstep.ops import kernels, reference
+from torchrec_kstep.ops import _library, kernels, reference
 from torchrec_kstep.ops.batch import RowGradients, TableSpec
 from torchrec_kstep.ops.reference import ReferenceGroup
 from torchrec_kstep.ops.row_group import RowGroup
@@ -97,8 +97,9 @@ class Pair:
     layout=st.sampled_from(("direct", "packed")),
     isa=st.sampled_from(("auto", "avx2")),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_any_touches_and_rates(data: st.DataObject, pooling: str, layout: str, isa: str) -> None:
+    _library.load()
     torch.ops.kstep.select_isa(isa)
     group_tables = data.draw(tables())
     pair = Pair(group_tables, data.draw(replaying()), layout)
