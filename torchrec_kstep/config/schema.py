@@ -110,7 +110,7 @@ class OptimConfig:
     beta2: float = 0.999  # decay of Adam's second moment, per step
     eps: float = 1e-8  # added to Adam's and Adagrad's root
     weight_decay: float = 0.0  # L2 added to the gradient of dense parameters
-    embedding_l2: float = 0.0  # L2 of table rows, into the gradient (dense: all; tiered: see l2_absent_rows; kstep: of the batch; not fused)
+    embedding_l2: float = 0.0  # L2 added to gradients of rows (dense: all; tiered: see l2_absent_rows; kstep: of the batch; not fused)
     l2_absent_rows: str = "skip"  # skip | replay: rows absent from a batch stand still, or decay too, exactly, when next used (tiered)
     l2_replay_max_steps: int = 0  # a row stands still after so many steps of absence, which bounds the work (replay); 0 = never
     clip_norm: float = 0.0  # bound on the norm of the gradient, scaled down where it is larger; 0 = none
