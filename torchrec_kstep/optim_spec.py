@@ -142,18 +142,15 @@ class _RowOptimizerSpec:
         """Fields that the update rule itself keeps beside the weights."""
         raise AssertionError(f"{type(self).__name__} must say which state a row of dim {dim} has")
 
-    def saved_fields(self, dim: int) -> tuple[RecordField, ...]:
-        """What a checkpoint keeps of a row beside its weights: touches are of the running interval."""
-        return self.state_fields(dim) + ((RecordField(LAST_STEP, "i32", 1),) if self.replays_l2 else ())
-
     def record_fields(self, dim: int) -> tuple[RecordField, ...]:
-        """The record of one row of `dim` weights: weights, optimizer state, touch tracking; in payload order."""
+        """The record of one row of `dim` weights: weights, optimizer state, last step, touch tracking; in payload order."""
         tracking: list[RecordField] = []
         if self.touches != "none":
             tracking += [RecordField(touches_field(tracker), "i32", 1) for tracker in range(self.num_trackers)]
         if self.touches == "base":
             tracking.append(RecordField("base", "f32", dim))
-        return (RecordField("weight", "f32", dim), *self.saved_fields(dim), *tracking)
+        last_step = [RecordField(LAST_STEP, "i32", 1)] if self.replays_l2 else []
+        return (RecordField("weight", "f32", dim), *self.state_fields(dim), *last_step, *tracking)
 
     def kernel_options(self, tables: Sequence[str] = ()) -> dict[str, float]:
         """Constants of the update rule, by the names that the compiled kernels know. `lr` is not among them: it is set per step.

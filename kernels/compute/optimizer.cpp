@@ -37,9 +37,9 @@ BiasTable::BiasTable(double b) : beta(b) {
   }
 }
 
-void RateHistory::set(std::uint64_t step, float lr) {
-  while (!runs_.empty() && runs_.back().first_step >= step) runs_.pop_back();
-  if (runs_.empty() || runs_.back().lr != lr) runs_.push_back({step, lr});
+void RateHistory::set(std::int32_t clock, float lr, std::int32_t shift) {
+  while (!runs_.empty() && runs_.back().first_clock >= clock) runs_.pop_back();
+  if (runs_.empty() || runs_.back().lr != lr || runs_.back().shift != shift) runs_.push_back({clock, lr, shift});
 }
 
 std::string touches_field(std::size_t tracker) { return tracker == 0 ? "touches" : "touches_" + std::to_string(tracker); }

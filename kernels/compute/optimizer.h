@@ -67,7 +67,7 @@ struct RowLayout {
   std::uint32_t payload_bytes = 0;
   std::uint32_t m = 0, v = 0, step = 0, sum = 0;
   std::uint32_t step_v = 0, v_hat = 0;
-  std::uint32_t last_step = 0;               // the group's step of the last update, replayed ones included
+  std::uint32_t last_step = 0;               // the clock (RateHistory) of the last update, replayed ones included
   std::uint32_t touches[kMaxTrackers] = {};  // per tracker: updates since the row's touches were last cleared
   std::uint32_t base = 0;                    // the weights just before the first of those of tracker 0
 
@@ -76,18 +76,21 @@ struct RowLayout {
   static Status make(const TableSpec& table, const OptimizerSpec& spec, RowLayout* out);
 };
 
-// A learning rate and the first step that had it.
+// From `first_clock` on a group had this learning rate, and its step was clock + shift.
 struct RateRun {
-  std::uint64_t first_step = 0;
+  std::int32_t first_clock = 0;
   float lr = 0.0f;
+  std::int32_t shift = 0;
 };
 
-// The learning rate of every step so far, as runs of equal ones: a constant rate takes one entry.
+// The learning rate of every step so far, as runs of equal ones: a constant rate takes one entry. Steps are told by a clock that
+// goes on where a group's step does not: rows that are loaded from an earlier or later step stay comparable with those that
+// were equal already and were not written.
 class RateHistory {
  public:
-  // The rate from `step` on. What was known of later steps is forgotten.
-  void set(std::uint64_t step, float lr);
-  // REQUIRES: first steps strictly ascending.
+  // Rate and shift from `clock` on. What was known of later steps is forgotten.
+  void set(std::int32_t clock, float lr, std::int32_t shift);
+  // REQUIRES: first clocks strictly ascending.
   void restore(std::vector<RateRun> runs) { runs_ = std::move(runs); }
   // Ascending. The first also stands for the steps before it.
   const std::vector<RateRun>& runs() const { return runs_; }

@@ -61,8 +61,8 @@ struct ReplayArgs {
   std::byte* const* payload;
   const RateRun* runs;  // at least one, as in RateHistory
   std::size_t num_runs;
-  std::int32_t until;      // rows are brought to the end of this step
-  std::int32_t mark;       // what `last_step` becomes where it is less: `until`, or the step whose update follows
+  std::int32_t until;      // clock of the step to whose end rows are brought
+  std::int32_t mark;       // what `last_step` becomes where it is less: `until`, or the clock of the update that follows
   std::int32_t max_steps;  // 0: no bound
   // Adam: inverse_bias by step (BiasTable), and its betas for steps beyond the tables.
   const float* bias1;

@@ -417,22 +417,23 @@ KSTEP_INLINE float step_bias(const float* table, std::uint32_t size, double beta
   return table[size - 1] == 1.0f ? 1.0f : static_cast<float>(inverse_bias(beta, at));
 }
 
-// The steps [first, last] of one row, and what corrects the bias in the first of them.
+// The clocks [first, last] of the steps that one row missed, and, if it counts its updates itself, the count at the first of them.
 struct MissedSteps {
   std::int32_t first, last;
-  std::int32_t bias_step1, bias_step2;
+  bool has_counts;
+  std::int32_t first_count1, first_count2;
 };
 
-// Calls update(lr, i) for i = 0, 1, ... with the rate of step first + i, until the steps are done or `is_done` says so.
+// Calls update(lr, count1, count2) for each step with its rate and what corrects the biases, until they are done or `is_done` says so.
 template <typename Update, typename Done>
 KSTEP_INLINE void for_each_step(const ReplayArgs& a, const MissedSteps& steps, Update update, Done is_done) {
   std::size_t run = a.num_runs - 1;
-  while (run > 0 && a.runs[run].first_step > static_cast<std::uint64_t>(steps.first)) --run;
-  for (std::int32_t step = steps.first; step <= steps.last; ++step) {
-    while (run + 1 < a.num_runs && a.runs[run + 1].first_step <= static_cast<std::uint64_t>(step)) ++run;
-    const std::int32_t i = step - steps.first;
+  while (run > 0 && a.runs[run].first_clock > steps.first) --run;
+  for (std::int32_t clock = steps.first; clock <= steps.last; ++clock) {
+    while (run + 1 < a.num_runs && a.runs[run + 1].first_clock <= clock) ++run;
+    const std::int32_t i = clock - steps.first, step = clock + a.runs[run].shift;
     if (i % kStepsPerLook == 0 && is_done()) return;
-    update(a.runs[run].lr, i);
+    update(a.runs[run].lr, steps.has_counts ? steps.first_count1 + i : step, steps.has_counts ? steps.first_count2 + i : step);
   }
 }
 
@@ -445,9 +446,9 @@ KSTEP_INLINE void replay_adam_columns(const ReplayArgs& a, const UpdateParams& p
   const float beta1 = p.beta1, beta2 = p.beta2, rest1 = p.one_minus_beta1, rest2 = p.one_minus_beta2, l2 = p.l2, eps = p.eps;
   for_each_step(
       a, steps,
-      [&](float lr, std::int32_t i) {
-        const float step_size = lr * step_bias(a.bias1, a.bias1_size, a.beta1, steps.bias_step1 + i);
-        const float bias2 = step_bias(a.bias2, a.bias2_size, a.beta2, steps.bias_step2 + i);
+      [&](float lr, std::int32_t count1, std::int32_t count2) {
+        const float step_size = lr * step_bias(a.bias1, a.bias1_size, a.beta1, count1);
+        const float bias2 = step_bias(a.bias2, a.bias2_size, a.beta2, count2);
         for (int j = 0; j < kWidth; ++j) {
           const float g = l2 * w[j];
           const float moment = beta1 * m[j] + rest1 * g;
@@ -483,7 +484,7 @@ void replay_sgd(const ReplayArgs& a, const UpdateParams& p, const MissedSteps& s
   const float l2 = p.l2;
   for_each_step(
       a, steps,
-      [&](float lr, std::int32_t) {
+      [&](float lr, std::int32_t, std::int32_t) {
         for (int j = 0; j < dim; ++j) w[j] = decayed_weight(w[j] - lr * (l2 * w[j]));
       },
       [&] { return is_zero(w, dim); });
@@ -496,7 +497,7 @@ void replay_adagrad(const ReplayArgs& a, const UpdateParams& p, const MissedStep
   alignas(kCacheLineBytes) float g[kMaxDim];
   for_each_step(
       a, steps,
-      [&](float lr, std::int32_t) {
+      [&](float lr, std::int32_t, std::int32_t) {
         for (int j = 0; j < dim; ++j) g[j] = p.l2 * w[j];
         *sum += dot<0>(g, g, p.layout.dim) / static_cast<float>(dim);
         const float step_size = lr / (__builtin_sqrtf(*sum) + p.eps);
@@ -507,18 +508,18 @@ void replay_adagrad(const ReplayArgs& a, const UpdateParams& p, const MissedStep
 
 void replay_row(const ReplayArgs& a, const UpdateParams& p, std::byte* payload) {
   std::int32_t* last_step = counter(payload, p.layout.last_step);
-  MissedSteps steps{*last_step + 1, a.until, *last_step + 1, *last_step + 1};
+  MissedSteps steps{*last_step + 1, a.until, p.row_bias1 != nullptr, 0, 0};
   if (*last_step < a.mark) *last_step = a.mark;
   if (a.max_steps > 0 && steps.last - steps.first >= a.max_steps) steps.last = steps.first + a.max_steps - 1;
   if (steps.first > steps.last) return;
   const std::int32_t count = steps.last - steps.first + 1;
-  if (p.row_bias1 != nullptr) {
+  if (steps.has_counts) {
     std::int32_t* step = counter(payload, p.layout.step);
-    steps.bias_step1 = steps.bias_step2 = *step + 1;
+    steps.first_count1 = steps.first_count2 = *step + 1;
     *step += count;
     if (p.layout.step_v != RecordSchema::kNoField) {
       std::int32_t* step_v = counter(payload, p.layout.step_v);
-      steps.bias_step2 = *step_v + 1;
+      steps.first_count2 = *step_v + 1;
       *step_v += count;
     }
   }

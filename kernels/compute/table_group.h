@@ -81,7 +81,10 @@ class TableGroup {
   // Its rate is kept for rows that are absent from it.
   void set_step(const StepParams& step);
   const RateHistory& rates() const { return rates_; }
-  void restore_rates(std::vector<RateRun> runs) { rates_.restore(std::move(runs)); }
+  // Goes on with the clock and rates of a snapshot whose rows these are. REQUIRES: at least one run.
+  void restore_rates(std::vector<RateRun> runs);
+  // Says that all rows are now as at the end of another step: they were loaded. The clock goes on.
+  void rebase(std::uint64_t last_step);
   // Brings `num_rows` payloads of a table, one after the other, to the end of the last step.
   void replay_payloads(std::uint32_t table, std::byte* payloads, std::size_t num_rows, int num_threads);
 
@@ -141,7 +144,8 @@ class TableGroup {
   void place_features(const Lookup& lookup, bool is_pooled);
   Status prepare_sinks(const std::int64_t* table_offsets);
   Status zero_counters(std::uint32_t table, TouchTracker* tracker);
-  std::int32_t last_done_step() const { return present_.step == 0 ? 0 : static_cast<std::int32_t>(present_.step - 1); }
+  std::int32_t clock_of(std::uint64_t step) const { return static_cast<std::int32_t>(static_cast<std::int64_t>(step) - shift_); }
+  std::int32_t last_clock() const { return present_.step == 0 ? 0 : clock_of(present_.step - 1); }
   ReplayArgs replay_args(std::byte* const* payload, std::int32_t until, std::int32_t mark) const;
   // For a range of pinned rows that is about to be updated in `step`.
   void replay_before_update(const RowRange& range, const UpdateParams& params, const StepParams& step);
@@ -158,6 +162,7 @@ class TableGroup {
   bool is_tracking_ = true;
   StepParams present_;  // step 0: none was set
   RateHistory rates_;
+  std::int32_t shift_ = 0;  // step - clock
 
   // Scratch; grows to the largest batch and stays.
   std::vector<std::byte*> payload_;          // [U]

@@ -23,7 +23,18 @@ std::size_t num_tasks(std::size_t num_rows) { return (num_rows + kRowsPerTask - 
 
 void TableGroup::set_step(const StepParams& step) {
   present_ = step;
-  if (spec_.replays_l2) rates_.set(step.step, static_cast<float>(step.lr));
+  if (spec_.replays_l2) rates_.set(clock_of(step.step), static_cast<float>(step.lr), shift_);
+}
+
+void TableGroup::restore_rates(std::vector<RateRun> runs) {
+  shift_ = runs.back().shift;
+  rates_.restore(std::move(runs));
+}
+
+void TableGroup::rebase(std::uint64_t last_step) {
+  if (!spec_.replays_l2) return;
+  shift_ = static_cast<std::int32_t>(static_cast<std::int64_t>(last_step) - last_clock());
+  set_step({present_.lr, last_step + 1});
 }
 
 ReplayArgs TableGroup::replay_args(std::byte* const* payload, std::int32_t until, std::int32_t mark) const {
@@ -44,15 +55,15 @@ ReplayArgs TableGroup::replay_args(std::byte* const* payload, std::int32_t until
 }
 
 void TableGroup::replay_before_update(const RowRange& range, const UpdateParams& params, const StepParams& step) {
-  const auto present = static_cast<std::int32_t>(step.step);
+  const std::int32_t present = clock_of(step.step);
   row_kernels().replay_rows(replay_args(payload_.data(), present - 1, present), params, range.begin, range.end);
 }
 
 // The rows at the front of payload_, which are pinned for an update.
 void TableGroup::replay_pinned(std::uint32_t table, std::size_t num_rows, int num_threads) {
-  if (!spec_.replays_l2 || last_done_step() == 0) return;
+  if (!spec_.replays_l2 || last_clock() == 0) return;
   const UpdateParams params = update_params(table, present_);
-  const ReplayArgs args = replay_args(payload_.data(), last_done_step(), last_done_step());
+  const ReplayArgs args = replay_args(payload_.data(), last_clock(), last_clock());
   parallel_tasks(num_threads, num_tasks(num_rows), [&](std::size_t task) {
     row_kernels().replay_rows(args, params, task * kRowsPerTask, std::min(num_rows, (task + 1) * kRowsPerTask));
   });
@@ -69,7 +80,7 @@ void TableGroup::copy_missed(std::uint32_t table, std::size_t row_begin, std::si
   const RowLayout& layout = layouts_[table];
   const std::size_t stride_bytes = tables()[table].schema.stride_bytes();
   const UpdateParams params = update_params(table, present_);
-  const ReplayArgs args = replay_args(payload_.data(), last_done_step(), last_done_step());
+  const ReplayArgs args = replay_args(payload_.data(), last_clock(), last_clock());
   for (std::size_t row = row_begin; row < row_end; ++row) {
     if (row + kRowsAhead < row_end) __builtin_prefetch(payload_[row + kRowsAhead] + layout.last_step);
     if (last_step_of(payload_[row], layout) >= args.until) continue;
@@ -82,7 +93,7 @@ void TableGroup::copy_missed(std::uint32_t table, std::size_t row_begin, std::si
 
 // After a pin for reading.
 Status TableGroup::show_present(const std::int64_t* table_offsets, int num_threads) {
-  if (!spec_.replays_l2 || last_done_step() == 0) return Status();
+  if (!spec_.replays_l2 || last_clock() == 0) return Status();
   std::size_t num_bytes = 0;
   ranges_.clear();
   for (std::size_t t = 0; t < layouts_.size(); ++t) {

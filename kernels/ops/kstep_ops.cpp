@@ -387,6 +387,7 @@ TORCH_LIBRARY(kstep, m) {
       .def("set_step", &RowGroup::set_step)
       .def("rates", &RowGroup::rates)
       .def("restore_rates", &RowGroup::restore_rates)
+      .def("rebase", &RowGroup::rebase)
       .def("catch_up", &RowGroup::catch_up)
       .def("set_deferred", &RowGroup::set_deferred)
       .def("num_pending", &RowGroup::num_pending)

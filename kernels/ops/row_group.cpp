@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <sstream>
 #include <unordered_map>
@@ -186,28 +187,36 @@ void RowGroup::set_step(double lr, int64_t step) {
   state_->tables->set_step(state_->step);
 }
 
-std::tuple<IntList, std::vector<double>> RowGroup::rates() const {
+std::tuple<IntList, std::vector<double>, IntList> RowGroup::rates() const {
   std::lock_guard<std::mutex> lock(state_->mutex);
-  IntList first_steps;
+  IntList first_clocks, shifts;
   std::vector<double> rates;
   for (const RateRun& run : state_->tables->rates().runs()) {
-    first_steps.push_back(static_cast<int64_t>(run.first_step));
+    first_clocks.push_back(run.first_clock);
     rates.push_back(run.lr);
+    shifts.push_back(run.shift);
   }
-  return {first_steps, rates};
+  return {first_clocks, rates, shifts};
 }
 
-void RowGroup::restore_rates(const IntList& first_steps, const std::vector<double>& rates) {
-  TORCH_CHECK_VALUE(first_steps.size() == rates.size() && !rates.empty(), first_steps.size(), " first steps for ", rates.size(),
-                    " rates, expected as many, and at least one");
+void RowGroup::restore_rates(const IntList& first_clocks, const std::vector<double>& rates, const IntList& shifts) {
+  TORCH_CHECK_VALUE(first_clocks.size() == rates.size() && shifts.size() == rates.size() && !rates.empty(), first_clocks.size(),
+                    " first clocks and ", shifts.size(), " shifts for ", rates.size(), " rates, expected as many, and at least one");
   std::vector<RateRun> runs;
   for (std::size_t i = 0; i < rates.size(); ++i) {
-    TORCH_CHECK_VALUE(first_steps[i] >= 1 && (i == 0 || first_steps[i] > first_steps[i - 1]), "first steps of rates must ascend from 1; [", i,
-                      "] is ", first_steps[i]);
-    runs.push_back({static_cast<std::uint64_t>(first_steps[i]), static_cast<float>(rates[i])});
+    TORCH_CHECK_VALUE(first_clocks[i] <= INT32_MAX && std::abs(shifts[i]) <= INT32_MAX && (i == 0 || first_clocks[i] > first_clocks[i - 1]),
+                      "first clocks of rates must ascend up to ", INT32_MAX, "; [", i, "] is ", first_clocks[i]);
+    runs.push_back({static_cast<std::int32_t>(first_clocks[i]), static_cast<float>(rates[i]), static_cast<std::int32_t>(shifts[i])});
   }
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->tables->restore_rates(std::move(runs));
+}
+
+void RowGroup::rebase(int64_t last_step) {
+  TORCH_CHECK_VALUE(last_step >= 0 && last_step < INT32_MAX, "step ", last_step);
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->tables->rebase(static_cast<std::uint64_t>(last_step));
+  if (state_->has_step) state_->step.step = static_cast<std::uint64_t>(last_step) + 1;
 }
 
 void RowGroup::catch_up(int64_t table, const at::Tensor& payloads) {

@@ -72,9 +72,11 @@ class RowGroup : public torch::CustomClassHolder {
   int64_t handle() const { return handle_; }
   // Learning rate and step (from 1) of the updates that follow.
   void set_step(double lr, int64_t step);
-  // Where absent rows replay their L2: the learning rates so far, as first steps and the rates from there on.
-  std::tuple<IntList, std::vector<double>> rates() const;
-  void restore_rates(const IntList& first_steps, const std::vector<double>& rates);
+  // Where absent rows replay their L2: the learning rates so far, as first clocks, the rates from there on, and shifts (RateRun).
+  std::tuple<IntList, std::vector<double>, IntList> rates() const;
+  void restore_rates(const IntList& first_clocks, const std::vector<double>& rates, const IntList& shifts);
+  // All rows are as at the end of this step now, because they were loaded.
+  void rebase(int64_t last_step);
   // Brings payloads of a table ([n, payload_bytes] uint8) to the end of the last step, in place.
   void catch_up(int64_t table, const at::Tensor& payloads);
   // Deferred: backward keeps summed gradients here until take_pending.

@@ -1,6 +1,7 @@
 // Rows that replay missed steps against rows that are updated in every step, with a gradient of zero where they are absent.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 
@@ -150,15 +151,55 @@ INSTANTIATE_TEST_SUITE_P(Rules, ReplayTest,
 
 TEST(RateHistory, KeepsOneEntryPerChangeAndForgetsWhatComesLater) {
   RateHistory rates;
-  for (std::uint64_t step = 1; step <= 1000; ++step) rates.set(step, step <= 10 ? 0.5f : 0.25f);
+  for (std::int32_t clock = 1; clock <= 1000; ++clock) rates.set(clock, clock <= 10 ? 0.5f : 0.25f, 0);
   ASSERT_EQ(rates.runs().size(), 2u);
-  EXPECT_EQ(rates.runs()[1].first_step, 11u);
-  rates.set(1000, 0.125f);
+  EXPECT_EQ(rates.runs()[1].first_clock, 11);
+  rates.set(1000, 0.125f, 0);
   EXPECT_EQ(rates.runs().size(), 3u);
-  rates.set(5, 0.75f);
+  rates.set(1001, 0.125f, 7);
+  EXPECT_EQ(rates.runs().size(), 4u);
+  rates.set(5, 0.75f, 0);
   ASSERT_EQ(rates.runs().size(), 2u);
   EXPECT_EQ(rates.runs()[0].lr, 0.5f);
-  EXPECT_EQ(rates.runs()[1].first_step, 5u);
+  EXPECT_EQ(rates.runs()[1].first_clock, 5);
+}
+
+// Rows are written as they were after 30 steps: into a group that is further or has just begun, field by field in any order.
+TEST_P(ReplayTest, LoadedRowsGoOnFromTheirOwnStep) {
+  auto run = [](TableGroup* group, std::uint64_t first, std::uint64_t last) {
+    for (std::uint64_t step = first; step <= last; ++step) {
+      const StepParams params{1e-2 / static_cast<double>(1 + step % 3), step};
+      group->set_step(params);
+      if (step % 4 != 0) EXPECT_TRUE(group->apply(Batch(step, false).gradients(), params, 2).ok());
+    }
+  };
+  const auto expected = make_group(GetParam(), true);
+  run(expected.get(), 1, 30);
+  expected->set_step({1e-2, 31});
+  std::vector<std::uint64_t> rows(kNumRows);
+  for (std::uint64_t row = 0; row < kNumRows; ++row) rows[row] = row;
+  for (const std::uint64_t already : {0u, 12u, 50u}) {
+    const auto loaded = make_group(GetParam(), true);
+    loaded->set_step({1e-2, 1});
+    run(loaded.get(), 1, already);
+    loaded->set_step({1e-2, already + 1});
+    for (std::uint32_t t = 0; t < std::size(kDims); ++t) {
+      std::vector<Field> fields = loaded->tables()[t].schema.fields();
+      if (t % 2 == 1) std::reverse(fields.begin(), fields.end());
+      for (const Field& field : fields) {
+        if (field.name == "last_step") continue;
+        std::vector<std::byte> values(kNumRows * field.width * 4);
+        ASSERT_TRUE(expected->read_field(t, rows.data(), kNumRows, field.name, values.data()).ok());
+        ASSERT_TRUE(loaded->write_field(t, rows.data(), kNumRows, field.name, values.data()).ok());
+      }
+    }
+    loaded->rebase(30);
+    EXPECT_EQ(read_all(loaded.get(), 1), read_all(expected.get(), 1)) << already;
+    const auto original = make_group(GetParam(), true);
+    run(original.get(), 1, 45);
+    run(loaded.get(), 31, 45);
+    EXPECT_EQ(read_all(loaded.get(), 1), read_all(original.get(), 1)) << already;
+  }
 }
 
 TEST(Replay, RefusesRecordsThatCannot) {

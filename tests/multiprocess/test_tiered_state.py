@@ -98,6 +98,27 @@ def test_resuming_equals_not_stopping(spawn_ranks: SpawnRanks, tmp_path: Path, n
         _assert_equal(spawn_ranks(_load, 2, args=(str(tmp_path), PLANS[name], is_plain))[0], expected)
 
 
+def _go_back(world: World, folder: str, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Trains 5 steps, saves, trains 5 more, goes back in place, and trains those again."""
+    dmp = shard(case, world)
+    train(case, dmp, world, range(5))
+    manager = CheckpointManager(Path(folder) / "ours", 1, {})
+    manager.save(TrainState(step=5), dmp, dmp.fused_optimizer)
+    train(case, dmp, world, range(5, 10))
+    first = gathered(dmp.state_dict()) | gathered_states(dmp, world)
+    manager.restore(5, dmp, dmp.fused_optimizer)
+    train(case, dmp, world, range(5, 10))
+    return first, gathered(dmp.state_dict()) | gathered_states(dmp, world)
+
+
+@pytest.mark.parametrize("name", ["replayed", pytest.param("mixed", marks=pytest.mark.slow)])
+def test_going_back_in_place_equals_the_first_time(spawn_ranks: SpawnRanks, tmp_path: Path, name: str) -> None:
+    """Rows that replay their L2 know their step: after going back it is an earlier one."""
+    for first, again in spawn_ranks(_go_back, 2, args=(str(tmp_path), PLANS[name])):
+        assert first.keys() == again.keys()
+        assert all(torch.equal(again[key], value) for key, value in first.items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 1), (2, 4), (4, 2)])
 @pytest.mark.parametrize(("first", "second"), [("rows", "columns"), ("columns", "rows")])

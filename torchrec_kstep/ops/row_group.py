@@ -89,15 +89,28 @@ class RowGroup:
         with kernel_errors():
             self._native.set_step(lr, step)
 
-    def rates(self) -> list[tuple[int, float]]:
-        """Returns the learning rates so far as (first step, rate), where absent rows replay their L2; else nothing."""
-        first_steps, rates = self._native.rates()
-        return list(zip(first_steps, rates, strict=True))
+    def rates(self) -> list[tuple[int, float, int]]:
+        """Returns the learning rates so far, where absent rows replay their L2; else nothing.
 
-    def restore_rates(self, rates: Sequence[tuple[int, float]]) -> None:
+        A run of equal rates is (first clock, rate, shift). Rows and rates tell time by a clock that goes on where steps do not; a
+        step is clock + shift, and the shift is 0 until rows of another step are loaded.
+        """
+        first_clocks, rates, shifts = self._native.rates()
+        return list(zip(first_clocks, rates, shifts, strict=True))
+
+    def restore_rates(self, rates: Sequence[tuple[int, float, int]]) -> None:
         """Sets what `rates` returned, e.g. before a run goes on from a snapshot; at least one."""
         with kernel_errors():
-            self._native.restore_rates([step for step, _ in rates], [rate for _, rate in rates])
+            self._native.restore_rates(*[list(column) for column in zip(*rates, strict=True)])
+
+    def rebase(self, last_step: int) -> None:
+        """Says that all rows are now as at the end of `last_step`, because they were loaded: steps go on from there.
+
+        Does nothing unless absent rows replay their L2: others do not know their step.
+        """
+        if self.optimizer is not None and self.optimizer.replays_l2:
+            with kernel_errors():
+                self._native.rebase(last_step)
 
     def catch_up(self, table: int, payloads: torch.Tensor) -> None:
         """Brings payloads of rows (`[n, payload bytes]` uint8) to the end of the last step, in place."""

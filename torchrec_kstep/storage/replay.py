@@ -21,7 +21,7 @@ class ReplayState:
 
     optimizer: OptimizerSpec
     last_step: int
-    rates: tuple[tuple[int, float], ...]
+    rates: tuple[tuple[int, float, int], ...]
 
     @classmethod
     def of(cls, group: RowGroup, next_step: int) -> "ReplayState | None":
@@ -42,7 +42,7 @@ class ReplayState:
             CorruptionError: a value is missing or of another kind.
         """
         try:
-            rates = tuple((int(step), float(rate)) for step, rate in values["rates"])
+            rates = tuple((int(clock), float(rate), int(shift)) for clock, rate, shift in values["rates"])
             return cls(replaying_spec(values["rule"]), int(values["last_step"]), rates)
         except (ConfigError, KeyError, TypeError, ValueError) as error:
             raise CorruptionError(f"{where}: what it says about L2 of absent rows cannot be read: {error}") from error

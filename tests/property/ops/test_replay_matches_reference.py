@@ -125,7 +125,7 @@ def test_sequences_and_written_rows(data: st.DataObject) -> None:
     pair.go_on([1.0, 0.5, 0.25])
     dim, num_rows = group_tables[0].dim, group_tables[0].num_rows
     rows = torch.arange(0, num_rows, 2)
-    name = data.draw(st.sampled_from([field.name for field in optimizer.saved_fields(dim) if field.dtype == "f32"] + ["weight"]))
+    name = data.draw(st.sampled_from([field.name for field in optimizer.state_fields(dim) if field.dtype == "f32"] + ["weight"]))
     values = torch.rand(rows.numel(), pair.group.field(0, name).width)
     pair.group.write(0, rows, values, name)
     reference.write_rows(pair.expected, 0, rows, name, values)

@@ -54,7 +54,8 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
         state: dict[Any, dict[str, Any]] = {}
         for table, own in by_table.items():
             weight = sharded_field(own, "weight", process_group)
-            fields = [field.name for field in optimizer.saved_fields(dim=1)]
+            # Touches are of the running interval, and the last step of a row that is shown is that of the group: neither is saved.
+            fields = [field.name for field in optimizer.state_fields(dim=1)]
             params[f"{table}.weight"] = weight
             state[weight] = {f"{table}.{field}": sharded_field(own, field, process_group) for field in fields}
             state[weight][f"{table}.{STEP_COUNT}"] = self._num_steps
@@ -111,6 +112,7 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
 
     def post_load_state_dict(self) -> None:
         """Hands the loaded number of steps to the rows; TorchRec calls it after loading several optimizers as one."""
+        self._group.rebase(int(self._num_steps))
         self.hand_over()
 
     def hand_over(self, step: int | None = None) -> None:
