@@ -128,7 +128,7 @@ Status TableGroup::pooled_forward(const Lookup& lookup, Pooling pooling, const f
                                   std::size_t out_stride, int num_threads) {
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(lookup.unique_rows, lookup.table_offsets, PinMode::Read));
-  KSTEP_RETURN_IF_ERROR(show_present(lookup.table_offsets, num_threads));
+  KSTEP_RETURN_IF_ERROR(show_present(lookup.unique_rows, lookup.table_offsets, num_threads));
   place_features(lookup, true);
   const bool stream = lookup.batch_size * out_stride * sizeof(float) >= kStreamBytes;
   const std::size_t num_bags = bags_per_task(out_stride, lookup.batch_size, num_threads);
@@ -147,7 +147,7 @@ Status TableGroup::pooled_forward(const Lookup& lookup, Pooling pooling, const f
 Status TableGroup::sequence_forward(const Lookup& lookup, float* out, int num_threads) {
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(lookup.unique_rows, lookup.table_offsets, PinMode::Read));
-  KSTEP_RETURN_IF_ERROR(show_present(lookup.table_offsets, num_threads));
+  KSTEP_RETURN_IF_ERROR(show_present(lookup.unique_rows, lookup.table_offsets, num_threads));
   place_features(lookup, false);
   const bool stream = feature_begin_[lookup.num_features] * sizeof(float) >= kStreamBytes;
   const std::size_t blocks = num_blocks(lookup.batch_size, kBagsPerTask);
@@ -169,7 +169,7 @@ Status TableGroup::sequence_forward(const Lookup& lookup, float* out, int num_th
 Status TableGroup::weight_grads(const Lookup& lookup, const Gradient& gradient, float* out, int num_threads) {
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(lookup.unique_rows, lookup.table_offsets, PinMode::Read));
-  KSTEP_RETURN_IF_ERROR(show_present(lookup.table_offsets, num_threads));
+  KSTEP_RETURN_IF_ERROR(show_present(lookup.unique_rows, lookup.table_offsets, num_threads));
   place_features(lookup, true);
   parallel_tasks(num_threads, num_blocks(lookup.batch_size, kBagsPerTask), [&](std::size_t task) {
     const std::size_t begin = task * kBagsPerTask, end = std::min(lookup.batch_size, begin + kBagsPerTask);
@@ -321,10 +321,12 @@ Status TableGroup::reduce_update(const Lookup& lookup, const Gradient& gradient,
   cut_row_ranges(lookup.table_offsets);
   ReduceArgs args = reduce_args(lookup, gradient);
   args.unique_rows = lookup.unique_rows;
+  const std::byte* const* shown = find_shown(lookup.unique_rows, lookup.table_offsets);
+  shown_.is_valid = false;
   parallel_tasks(num_threads, ranges_.size(), [&](std::size_t task) {
     const RowRange& range = ranges_[task];
     const UpdateParams params = update_params(range.table, step);
-    if (spec_.replays_l2) replay_before_update(range, params, step);
+    if (spec_.replays_l2) replay_before_update(range, params, step, shown);
     row_kernels().reduce_update(args, params, range.begin, range.end);
   });
   count_updates(lookup.table_offsets);
@@ -338,11 +340,13 @@ Status TableGroup::apply(const RowGradients& gradients, const StepParams& step, 
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(gradients.unique_rows, gradients.table_offsets, PinMode::Update));
   cut_row_ranges(gradients.table_offsets);
+  const std::byte* const* shown = find_shown(gradients.unique_rows, gradients.table_offsets);
+  shown_.is_valid = false;
   parallel_tasks(num_threads, ranges_.size(), [&](std::size_t task) {
     const RowRange& range = ranges_[task];
     const ApplyArgs args{payload_.data(), gradients.grads + grad_begin_[range.table], gradients.counts, gradients.unique_rows, scales};
     const UpdateParams params = update_params(range.table, step);
-    if (spec_.replays_l2) replay_before_update(range, params, step);
+    if (spec_.replays_l2) replay_before_update(range, params, step, shown);
     row_kernels().apply_update(args, params, range.begin, range.end);
   });
   count_updates(gradients.table_offsets);
@@ -352,7 +356,7 @@ Status TableGroup::apply(const RowGradients& gradients, const StepParams& step, 
 Status TableGroup::row_norms(const RowGradients& gradients, float* grad_squares, float* weight_squares, int num_threads) {
   Pins pins(this);
   KSTEP_RETURN_IF_ERROR(pins.pin(gradients.unique_rows, gradients.table_offsets, PinMode::Read));
-  KSTEP_RETURN_IF_ERROR(show_present(gradients.table_offsets, num_threads));
+  KSTEP_RETURN_IF_ERROR(show_present(gradients.unique_rows, gradients.table_offsets, num_threads));
   cut_row_ranges(gradients.table_offsets);
   parallel_tasks(num_threads, ranges_.size(), [&](std::size_t task) {
     const RowRange& range = ranges_[task];
@@ -389,8 +393,9 @@ Status TableGroup::read_field(std::uint32_t table, const std::uint64_t* rows, st
     std::vector<std::int64_t> offsets(tables().size() + 1, 0);
     std::fill(offsets.begin() + table + 1, offsets.end(), static_cast<std::int64_t>(count));
     Pins pins(this);
-    KSTEP_RETURN_IF_ERROR(pins.pin(reinterpret_cast<const std::int64_t*>(rows + begin), offsets.data(), PinMode::Read));
-    KSTEP_RETURN_IF_ERROR(show_present(offsets.data(), num_threads));
+    const auto* signed_rows = reinterpret_cast<const std::int64_t*>(rows + begin);
+    KSTEP_RETURN_IF_ERROR(pins.pin(signed_rows, offsets.data(), PinMode::Read));
+    KSTEP_RETURN_IF_ERROR(show_present(signed_rows, offsets.data(), num_threads));
     for (std::size_t i = 0; i < count; ++i) std::memcpy(values + (begin + i) * bytes, payload_[i] + offset, bytes);
     KSTEP_RETURN_IF_ERROR(pins.unpin(false));
   }
@@ -404,6 +409,7 @@ Status TableGroup::write_field(std::uint32_t table, const std::uint64_t* rows, s
   grow(&payload_, num_rows);
   PinTicket ticket = kNoTicket;
   KSTEP_RETURN_IF_ERROR(source_->pin(table, rows, num_rows, PinMode::Update, payload_.data(), &ticket));
+  shown_.is_valid = false;
   replay_pinned(table, num_rows, num_threads);
   for (std::size_t i = 0; i < num_rows; ++i) std::memcpy(payload_[i] + offset, values + i * bytes, bytes);
   return source_->unpin(ticket, true);

@@ -147,11 +147,12 @@ class TableGroup {
   std::int32_t clock_of(std::uint64_t step) const { return static_cast<std::int32_t>(static_cast<std::int64_t>(step) - shift_); }
   std::int32_t last_clock() const { return present_.step == 0 ? 0 : clock_of(present_.step - 1); }
   ReplayArgs replay_args(std::byte* const* payload, std::int32_t until, std::int32_t mark) const;
-  // For a range of pinned rows that is about to be updated in `step`.
-  void replay_before_update(const RowRange& range, const UpdateParams& params, const StepParams& step);
+  // For a range of pinned rows that is about to be updated in `step`; `shown` as `find_shown` returns it.
+  void replay_before_update(const RowRange& range, const UpdateParams& params, const StepParams& step, const std::byte* const* shown);
   void replay_pinned(std::uint32_t table, std::size_t num_rows, int num_threads);
-  Status show_present(const std::int64_t* table_offsets, int num_threads);
+  Status show_present(const std::int64_t* unique_rows, const std::int64_t* table_offsets, int num_threads);
   void copy_missed(std::uint32_t table, std::size_t row_begin, std::size_t row_end, std::byte* copies);
+  const std::byte* const* find_shown(const std::int64_t* unique_rows, const std::int64_t* table_offsets) const;
 
   const std::unique_ptr<RowSource> source_;
   const OptimizerSpec spec_;
@@ -173,8 +174,15 @@ class TableGroup {
   std::vector<std::int64_t> grad_offsets_;   // [N]
   std::vector<float> scales_;                // [N]
   std::vector<TouchSink> sinks_;             // [num_tables * kMaxTrackers]
-  HugeBuffer copies_;                        // payloads of rows that missed steps, as lookups show them
-  std::vector<std::size_t> copy_begin_;      // bytes at which the copies of a range begin
+  // What `show_present` showed last. An update of the same rows that follows takes it over instead of replaying once more.
+  struct Shown {
+    bool is_valid = false;  // until a row or the step changes
+    std::vector<std::int64_t> unique_rows, table_offsets;
+    std::vector<std::byte*> copies;  // [U] payload of a row that had missed steps, else null
+    HugeBuffer memory;
+  };
+  Shown shown_;
+  std::vector<std::size_t> copy_begin_;  // bytes at which the copies of a range begin
 };
 
 }  // namespace kstep

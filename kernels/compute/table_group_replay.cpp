@@ -22,17 +22,20 @@ std::size_t num_tasks(std::size_t num_rows) { return (num_rows + kRowsPerTask - 
 }  // namespace
 
 void TableGroup::set_step(const StepParams& step) {
+  if (step.step != present_.step) shown_.is_valid = false;
   present_ = step;
   if (spec_.replays_l2) rates_.set(clock_of(step.step), static_cast<float>(step.lr), shift_);
 }
 
 void TableGroup::restore_rates(std::vector<RateRun> runs) {
+  shown_.is_valid = false;
   shift_ = runs.back().shift;
   rates_.restore(std::move(runs));
 }
 
 void TableGroup::rebase(std::uint64_t last_step) {
   if (!spec_.replays_l2) return;
+  shown_.is_valid = false;
   shift_ = static_cast<std::int32_t>(static_cast<std::int64_t>(last_step) - last_clock());
   set_step({present_.lr, last_step + 1});
 }
@@ -54,7 +57,11 @@ ReplayArgs TableGroup::replay_args(std::byte* const* payload, std::int32_t until
   return args;
 }
 
-void TableGroup::replay_before_update(const RowRange& range, const UpdateParams& params, const StepParams& step) {
+void TableGroup::replay_before_update(const RowRange& range, const UpdateParams& params, const StepParams& step,
+                                      const std::byte* const* shown) {
+  for (std::size_t row = range.begin; shown != nullptr && row < range.end; ++row) {
+    if (shown[row] != nullptr) std::memcpy(payload_[row], shown[row], params.layout.payload_bytes);
+  }
   const std::int32_t present = clock_of(step.step);
   row_kernels().replay_rows(replay_args(payload_.data(), present - 1, present), params, range.begin, range.end);
 }
@@ -83,37 +90,57 @@ void TableGroup::copy_missed(std::uint32_t table, std::size_t row_begin, std::si
   const ReplayArgs args = replay_args(payload_.data(), last_clock(), last_clock());
   for (std::size_t row = row_begin; row < row_end; ++row) {
     if (row + kRowsAhead < row_end) __builtin_prefetch(payload_[row + kRowsAhead] + layout.last_step);
+    shown_.copies[row] = nullptr;
     if (last_step_of(payload_[row], layout) >= args.until) continue;
     std::byte* copy = copies + (row - row_begin) * stride_bytes;
     std::memcpy(copy, payload_[row], layout.payload_bytes);
-    payload_[row] = copy;
+    shown_.copies[row] = payload_[row] = copy;
     row_kernels().replay_rows(args, params, row, row + 1);
   }
 }
 
+// The copies of exactly these rows in the present step, or null.
+const std::byte* const* TableGroup::find_shown(const std::int64_t* unique_rows, const std::int64_t* table_offsets) const {
+  if (!shown_.is_valid || !std::equal(shown_.table_offsets.begin(), shown_.table_offsets.end(), table_offsets) ||
+      !std::equal(shown_.unique_rows.begin(), shown_.unique_rows.end(), unique_rows)) {
+    return nullptr;
+  }
+  return shown_.copies.data();
+}
+
 // After a pin for reading.
-Status TableGroup::show_present(const std::int64_t* table_offsets, int num_threads) {
+Status TableGroup::show_present(const std::int64_t* unique_rows, const std::int64_t* table_offsets, int num_threads) {
   if (!spec_.replays_l2 || last_clock() == 0) return Status();
-  std::size_t num_bytes = 0;
+  const auto num_rows = static_cast<std::size_t>(table_offsets[layouts_.size()]);
+  if (find_shown(unique_rows, table_offsets) != nullptr) {
+    for (std::size_t row = 0; row < num_rows; ++row) {
+      if (shown_.copies[row] != nullptr) payload_[row] = shown_.copies[row];
+    }
+    return Status();
+  }
+  shown_.is_valid = false;
   ranges_.clear();
+  copy_begin_.clear();
+  std::size_t num_bytes = 0;
   for (std::size_t t = 0; t < layouts_.size(); ++t) {
     const auto end = static_cast<std::size_t>(table_offsets[t + 1]);
     for (auto begin = static_cast<std::size_t>(table_offsets[t]); begin < end; begin += kRowsPerTask) {
       ranges_.push_back({static_cast<std::uint32_t>(t), begin, std::min(end, begin + kRowsPerTask)});
+      copy_begin_.push_back(num_bytes);
+      num_bytes += (ranges_.back().end - begin) * tables()[t].schema.stride_bytes();
     }
-    num_bytes += (end - static_cast<std::size_t>(table_offsets[t])) * tables()[t].schema.stride_bytes();
   }
-  if (copies_.size() < num_bytes) KSTEP_RETURN_IF_ERROR(HugeBuffer::make(num_bytes * 5 / 4, "rows that missed steps", &copies_));
-  copy_begin_.resize(ranges_.size());
-  std::size_t begin_bytes = 0;
-  for (std::size_t i = 0; i < ranges_.size(); ++i) {
-    copy_begin_[i] = begin_bytes;
-    begin_bytes += (ranges_[i].end - ranges_[i].begin) * tables()[ranges_[i].table].schema.stride_bytes();
+  if (shown_.memory.size() < num_bytes) {
+    KSTEP_RETURN_IF_ERROR(HugeBuffer::make(num_bytes * 5 / 4, "rows that missed steps", &shown_.memory));
   }
+  shown_.copies.resize(num_rows);
   parallel_tasks(num_threads, ranges_.size(), [&](std::size_t task) {
     const RowRange& range = ranges_[task];
-    copy_missed(range.table, range.begin, range.end, copies_.data() + copy_begin_[task]);
+    copy_missed(range.table, range.begin, range.end, shown_.memory.data() + copy_begin_[task]);
   });
+  shown_.unique_rows.assign(unique_rows, unique_rows + num_rows);
+  shown_.table_offsets.assign(table_offsets, table_offsets + layouts_.size() + 1);
+  shown_.is_valid = true;
   return Status();
 }
 
