@@ -283,7 +283,7 @@ def replaying_spec(rule: Mapping[str, Any]) -> OptimizerSpec:
     Raises:
         ConfigError: the rule is malformed.
     """
-    values = {key: tuple(value) if key == "betas" else value for key, value in rule.items() if key != "kind"}
+    values: dict[str, Any] = {key: tuple(value) if key == "betas" else value for key, value in rule.items() if key != "kind"}
     kinds: dict[str, type[AdamSpec] | type[SgdSpec] | type[RowwiseAdagradSpec]] = {
         "adam": AdamSpec,
         "sgd": SgdSpec,
