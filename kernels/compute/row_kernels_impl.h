@@ -395,13 +395,11 @@ void apply_update(const ApplyArgs& a, const UpdateParams& p, std::size_t row_beg
 
 // ---- replay of missed steps ------------------------------------------------------------------------------------------
 
-// Below these a weight or moment becomes zero: denormal numbers take ten times the time, and decay only until they round to themselves.
-// A weight stops earlier, where its own decay becomes denormal.
+// Below these a weight or moment becomes zero: denormal numbers are slow, and decay only until they round to themselves.
 constexpr float kLeastWeight = 0x1p-63f, kLeastMoment = 0x1p-126f;
 constexpr std::int32_t kStepsPerLook = 32;  // between two looks whether a row has become zero
 
 KSTEP_INLINE float decayed_weight(float w) { return __builtin_fabsf(w) < kLeastWeight ? 0.0f : w; }
-
 KSTEP_INLINE float decayed_moment(float m) { return __builtin_fabsf(m) < kLeastMoment ? 0.0f : m; }
 
 KSTEP_INLINE bool is_zero(const float* x, int n) {
