@@ -22,6 +22,7 @@ from torchrec_kstep.topology.routes import Edge, RankSite, latency_us
 Matrix = npt.NDArray[np.float64]
 RESERVED_SHARE = 0.15  # of DRAM and device memory: dense parameters, activations, batches ahead
 TIERS = "tiers"
+GLOO_REDUCE_SCATTER_SENDS = 2.0  # counted at the interface: gloo sums whole tensors on every rank, NCCL sends each part once
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,13 @@ class _Builder:
 
     def phases(self) -> list[Phase]:
         """All phases, in the order of a step."""
-        outputs = {"output_bytes": self._group, "host_output_bytes": self._host_group, "lane_output_bytes": self._lane}
+        outputs = {
+            "output_bytes": self._group,
+            "summed_output_bytes": self._group,
+            "host_output_bytes": self._host_group,
+            "lane_output_bytes": self._lane,
+        }
+        summed = {} if self._on_device else dict.fromkeys(("summed_output_bytes", "host_output_bytes"), GLOO_REDUCE_SCATTER_SENDS)
         own = self.coefficients
         return [
             self._load().phase("loop", self._on_cores_s(own.step_s + own.sample_s * self.setup.batch_size)),
@@ -246,7 +253,7 @@ class _Builder:
                 {"lookup_ids": own.lookup_id_s, "pooled_bytes": own.pooled_byte_s, "cache_rows": own.cache_row_s},
                 "lookup_bytes",
             ),
-            self._exchange("outputs", outputs, towards_owner=False),
+            self._exchange("outputs", outputs, towards_owner=False, sends=summed),
             self._load().phase("dense", self._dense_s()),
             self._exchange("gradients", outputs, towards_owner=True),
             self._compute(
@@ -302,7 +309,14 @@ class _Builder:
 
     # --- phases ---
 
-    def _exchange(self, name: str, partners: Mapping[str, Callable[[int], list[int]]], towards_owner: bool) -> Phase:
+    def _exchange(
+        self,
+        name: str,
+        partners: Mapping[str, Callable[[int], list[int]]],
+        towards_owner: bool,
+        sends: Mapping[str, float] | None = None,
+    ) -> Phase:
+        """Each quantity travels between its partners once, or as often as `sends` says."""
         load = self._load()
         latency = 0.0
         for site in self.routes.sites:
@@ -315,7 +329,7 @@ class _Builder:
                     for edge in path:
                         crossed[edge.name] = (edge, crossed.get(edge.name, (edge, 0))[1] + 1)
                 for edge, times in crossed.values():
-                    load.add(edge.name, site.rank, quantity, times * self._byte_s(edge))
+                    load.add(edge.name, site.rank, quantity, times * (sends or {}).get(quantity, 1.0) * self._byte_s(edge))
         return load.phase(name, self._collective_s(latency))
 
     def _byte_s(self, edge: Edge) -> float:

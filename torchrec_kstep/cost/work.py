@@ -26,7 +26,8 @@ QUANTITIES = (
     "pooled_bytes",  # pooled rows made here for all ranks, and as many gradients read
     "id_bytes",  # ids that each rank sends here
     "output_bytes",  # pooled rows sent from here to each rank, and as many gradients back
-    "host_output_bytes",  # the same, to ranks of this host only
+    "summed_output_bytes",  # the same, summed over the shards of a table on their way
+    "host_output_bytes",  # the same, summed, to ranks of this host only
     "lane_output_bytes",  # the same, to the rank of equal local rank on each other host only
     "all_reduce_bytes",  # gradients of a replicated table, summed over all ranks
     "fetch_bytes",  # rows that cross from DRAM to the device, and as many back
@@ -217,8 +218,9 @@ def _has_cache(tier: Tier, on_device: bool) -> bool:
 def _exchange_bytes(table: Table, setup: StepSetup, sharding: Sharding, row_bytes: float, rows_share: float) -> dict[str, float]:
     """Ids towards this shard, pooled rows away from it; gradients come back the way that pooled rows went.
 
-    Row-wise shards send partial sums of every bag, so that together they send as often as there are shards. Over several hosts,
-    `table_row_wise` sums inside the host first and sends the sums along lanes of equal local rank.
+    Row-wise shards send partial sums of every bag, so that together they send as often as there are shards: `summed_output_bytes`,
+    as the way out is a reduce-scatter. Over several hosts, `table_row_wise` sums inside the host first (`host_output_bytes`) and sends
+    the sums along lanes of equal local rank.
     """
     if sharding == "data_parallel":
         return {"all_reduce_bytes": float(table.num_rows * table.row_bytes)}
@@ -227,7 +229,7 @@ def _exchange_bytes(table: Table, setup: StepSetup, sharding: Sharding, row_byte
     pooled = bags * row_bytes
     if sharding == "table_row_wise" and setup.num_hosts > 1:
         return {"id_bytes": ids, "host_output_bytes": pooled * setup.num_hosts, "lane_output_bytes": pooled}
-    return {"id_bytes": ids, "output_bytes": pooled}
+    return {"id_bytes": ids, "summed_output_bytes" if sharding in ("row_wise", "table_row_wise") else "output_bytes": pooled}
 
 
 def _update_bytes(

@@ -149,7 +149,18 @@ def test_row_shards_split_rows_and_repeat_outputs() -> None:
     quarter = shard_work(table(), setup, "row_wise", 4, "dram", 0, on_device=False)
     assert 4 * quarter.memory["dram_bytes"] == pytest.approx(whole.memory["dram_bytes"])
     assert 4 * quarter.quantities["lookup_ids"] == whole.quantities["lookup_ids"]
-    assert quarter.quantities["output_bytes"] == whole.quantities["output_bytes"], "partial sums of every bag, from every shard"
+    assert quarter.quantities["summed_output_bytes"] == whole.quantities["output_bytes"], "partial sums of every bag, from every shard"
+
+
+def test_gloo_sends_what_it_sums_twice_and_gradients_once() -> None:
+    """Its reduce-scatter sums whole tensors on every rank; counted by the bytes at an interface."""
+    setup = StepSetup(1000, world_size=2, local_world_size=1)
+    machine = Machine.of(cluster(2, nic=1e8), setup, coefficients=FREE)
+    halves = {rank: shard_work(table(), setup, "row_wise", 2, "dram", 0, on_device=False).vector for rank in (0, 1)}
+    rows = seconds(priced(machine, halves))
+    whole = seconds(priced(machine, {0: shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=False).vector}))
+    assert rows["outputs"] == pytest.approx(2 * whole["outputs"], rel=0.05)
+    assert rows["gradients"] == pytest.approx(whole["gradients"], rel=0.05)
 
 
 def test_devices_fetch_what_their_cache_lacks_over_their_own_link() -> None:
