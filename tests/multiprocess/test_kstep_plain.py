@@ -77,7 +77,10 @@ def _both(_world: World, ranks_per_replica: int, names: list[str]) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize(("ranks_per_replica", "names"), [(1, [name for name in CASES if name != "columns"]), (2, ["rounds", "columns"])])
+SIZES = [(1, [name for name in CASES if name != "columns"]), pytest.param(2, ["rounds", "columns"], marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("ranks_per_replica", "names"), SIZES)
 def test_dense_tables_equal_tiered_tables(spawn_ranks: SpawnRanks, ranks_per_replica: int, names: list[str]) -> None:
     """FBGEMM sums a row's gradient in another order, hence not the same bits."""
     ranks = spawn_ranks(_both, 2 * ranks_per_replica, args=(ranks_per_replica, names), timeout_s=110)
@@ -132,7 +135,10 @@ def _fused(world: World, fused: EmbOptimType, merge: MergeSpec) -> dict[str, Any
     }
 
 
-WAYS = [(EmbOptimType.EXACT_SGD, MergeSpec(k=3)), (EmbOptimType.EXACT_ROWWISE_ADAGRAD, MergeSpec(k=3, row_states="weights"))]
+WAYS = [
+    (EmbOptimType.EXACT_SGD, MergeSpec(k=3)),
+    pytest.param(EmbOptimType.EXACT_ROWWISE_ADAGRAD, MergeSpec(k=3, row_states="weights"), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("fused", "merge"), WAYS)
@@ -189,6 +195,7 @@ def _resumed(world: World, folder: str) -> tuple[dict[str, bytes], float | None]
     return fingerprints(unbroken), state.best_auc
 
 
+@pytest.mark.slow
 def test_training_with_dense_tables_learns_and_resumes(spawn_ranks: SpawnRanks, tmp_path: Path) -> None:
     (first, auc), (second, _) = spawn_ranks(_resumed, 2, args=(str(tmp_path),), timeout_s=110)
     assert_equal_bits(first, second)

@@ -87,7 +87,7 @@ def continue_with_other_tiers(world: World, folder: Path, engine: str, **changes
         dist.barrier()
 
 
-@pytest.mark.parametrize("engine", ["topology", "torchrec"])
+@pytest.mark.parametrize("engine", ["topology", pytest.param("torchrec", marks=pytest.mark.slow)])
 def test_a_run_continues_with_other_memory_to_the_same_bits(tmp_path: Path, world: World, engine: str) -> None:
     """A user who moves to a host with more DRAM, or less, goes on with the rows that are on the drives."""
     continue_with_other_tiers(world, tmp_path, engine)
@@ -97,7 +97,7 @@ def _on_two(world: World, folder: str, engine: str) -> None:
     continue_with_other_tiers(world, Path(folder), engine, train__batch_size=16)
 
 
-@pytest.mark.parametrize("engine", ["topology", "torchrec"])
+@pytest.mark.parametrize("engine", ["topology", pytest.param("torchrec", marks=pytest.mark.slow)])
 def test_so_do_two_ranks(spawn_ranks: SpawnRanks, tmp_path: Path, engine: str) -> None:
     spawn_ranks(_on_two, 2, args=(str(tmp_path), engine))
 
