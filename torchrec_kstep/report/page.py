@@ -163,8 +163,8 @@ def _details(run: Run, is_open: bool) -> str:
         **{f"data, {name}": f"{value:,}" if isinstance(value, int) else str(value) for name, value in run.fact("data").items()},
     }
     plan = f"<pre>{_text(run.fact('plan'))}</pre>"
-    routes = run.facts.get("routes")  # runs of earlier releases have none
-    routes = _folded("Routes", f"<pre>{_text(routes)}</pre>", is_open) if routes and isinstance(routes, str) else ""
+    routes = run.fact("routes")
+    routes = _folded("Routes", f"<pre>{_text(routes)}</pre>", is_open) if routes else ""
     surroundings = _pairs(about) + _pairs(run.fact("versions")) + _pairs(run.fact("hardware"))
     return (
         f"<section><h2>{'Details' if is_open else _text(run.name)}</h2>{note}"

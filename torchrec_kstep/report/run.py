@@ -14,7 +14,7 @@ METRICS_NAME = "metrics.jsonl"
 STEP_PHASES = ("data_wait", "forward_backward", "optimizer")
 PHASES = (*STEP_PHASES, "evaluation", "checkpoint")
 FACTS: dict[str, type] = {
-    **{"attempts": list, "ranks": dict, "data": dict, "plan": str},
+    **{"attempts": list, "ranks": dict, "data": dict, "plan": str, "routes": str},
     **{"versions": dict, "hardware": dict, "config": dict},
 }
 

@@ -102,10 +102,12 @@ class Job:
         """
         if dist.is_initialized():
             dist.destroy_process_group()
+        if not self.world.is_main:
+            self._watch.stop()  # first: rank 0 may leave, and the store with it, as soon as this rank is known to be done
         self.store.set(f"done/{self.world.rank}", "1")
         if self.world.is_main:  # it may hold the store, so it leaves last
             self._wait_for_others()
-        self._watch.stop()
+            self._watch.stop()
 
     def _wait_for_others(self) -> None:
         missing = list(range(1, self.world.world_size))
