@@ -80,6 +80,7 @@ assert child.wait(10) == 0
 """
 
 
+@pytest.mark.slow
 def test_every_rank_s_traceback_is_shown() -> None:
     with hosts(2, 2) as cluster, pytest.raises(HostsError) as failed:
         cluster.run([MISBEHAVES, "fail"], deadline_s=60)

@@ -119,6 +119,7 @@ def test_every_replica_refuses_a_round_that_one_cannot_do(fault: str, message: s
         assert text.startswith(message)
 
 
+@pytest.mark.slow
 def test_nobody_waits_longer_than_the_deadline_for_a_replica_that_is_late(spawn_ranks: SpawnRanks) -> None:
     first, late, last = spawn_ranks(refused, 3, args=("late",))
     assert late == "late"

@@ -186,7 +186,7 @@ FAST_CASES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_of_many_ranks_equal_those_of_plain_torch(spawn_ranks: SpawnRanks, world_size: int) -> None:
     """Otherwise a wrong gradient scale, a lost row or a table that never steps would hide behind a falling loss."""
     local_world_size = 2
