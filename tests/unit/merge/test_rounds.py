@@ -171,6 +171,22 @@ def test_steps_may_differ_between_replicas() -> None:
 # ---- buckets -----------------------------------------------------------------------------------------------------------
 
 
+def until_divergence(rounds: Sequence[Rounds[RoundReport]]) -> tuple[list[str], int]:
+    """What rounds in lockstep raise, and how many arrivals they waited for; all are expected to raise at the same point."""
+    texts: list[str] = []
+    num_waits = 0
+    pending = [next(own) for own in rounds]
+    while pending:
+        num_waits += sum(isinstance(request, Wait) for request in pending)
+        given, pending = answers(pending), []
+        for own, answer in zip(rounds, given, strict=True):
+            try:
+                pending.append(own.send(answer))
+            except DivergenceError as error:
+                texts.append(str(error))
+    return texts, num_waits
+
+
 def watched(rounds: Rounds[RoundReport], seen: list[Exchange]) -> Rounds[RoundReport]:
     """Hands a generator through and keeps what it exchanges."""
     request = next(rounds)
@@ -222,17 +238,7 @@ def test_buckets_before_one_that_is_not_finite_are_merged_and_nothing_is_left_un
     before = rows_of(groups[0])["t.weight"]
     begun: list[Exchange] = []
     rounds = [watched(own.merge(0, 2), begun) for own in replicas_rows]
-    waited = 0
-    texts: list[str] = []
-    pending = [next(own) for own in rounds]
-    while pending:
-        waited += sum(isinstance(request, Wait) for request in pending)
-        given, pending = answers(pending), []
-        for own, answer in zip(rounds, given, strict=True):
-            try:
-                pending.append(own.send(answer))
-            except DivergenceError as error:
-                texts.append(str(error))
+    texts, waited = until_divergence(rounds)
     assert len(texts) == 2
     assert waited == len(begun)
     after = rows_of(groups[0])["t.weight"]
@@ -421,16 +427,7 @@ def test_every_replica_raises_and_the_one_with_nan_names_the_row() -> None:
     groups = [dram_group() for _ in range(2)]
     rows = [ReplicaRows([group], MergeSpec(k=1), index, 2) for index, group in enumerate(groups)]
     touch(groups[1], {1: ([77, 80], torch.tensor([[1.0] * 4, [float("inf")] * 4]))})
-    texts: list[str] = []
-    rounds = [own.merge(0, 1) for own in rows]
-    pending = [next(own) for own in rounds]
-    while pending:
-        given, pending = answers(pending), []
-        for own, answer in zip(rounds, given, strict=True):
-            try:
-                pending.append(own.send(answer))
-            except DivergenceError as error:
-                texts.append(str(error))
+    texts, _ = until_divergence([own.merge(0, 1) for own in rows])
     assert len(texts) == 2, "both end at the same point"
     assert "its rank names the row" in texts[0]
     assert "1 of 2 rows, first row 80, field 'weight'" in texts[1]
