@@ -5,12 +5,13 @@ refuses and damages bytes.
 """
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.crash.native import build
+from tests.crash.native import ROOT, build
 
 SANITIZER_OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0:exitcode=66",
@@ -20,7 +21,10 @@ SANITIZER_OPTIONS = {
 
 
 # The thread sanitizer slows everything tenfold and only tests with several threads can tell it anything.
-THREADED = ("Throttled", "RowStorePaths", "Tiered", "Io", "OnADrive", "Schedules", "ThreadPool", "TableGroup", "SnapshotRows")
+THREADED = (
+    *("Throttled", "RowStorePaths", "Tiered", "Io", "OnADrive", "Schedules", "ThreadPool", "TableGroup", "SnapshotRows"),
+    *("Dedup", "Replay", "TouchTracker", "MergeMessage", "Wire"),
+)
 TESTS_OF = {"address": "*", "thread": ":".join(f"*{name}*" for name in THREADED)}
 
 
@@ -34,6 +38,17 @@ def _run_tests(program: Path, timeout_s: float, tests: str = "*") -> None:
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+
+
+def test_every_core_test_with_threads_runs_under_the_thread_sanitizer() -> None:
+    tests = {
+        f"{suite}.{name}": name + body
+        for source in (ROOT / "kernels" / "tests").glob("*_test.cpp")
+        for suite, name, body in re.findall(r"^TEST(?:_P|_F)?\((\w+), (\w+)\) \{\n(.*?)^\}", source.read_text(), re.M | re.S)
+    }
+    assert len(tests) > 60, "they are written in another way now"
+    left_out = [name for name, text in tests.items() if re.search("thread", text, re.I) and not any(part in name for part in THREADED)]
+    assert not left_out
 
 
 @pytest.mark.timeout(1200)

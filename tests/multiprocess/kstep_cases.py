@@ -70,6 +70,7 @@ class Trained:
         places: Mapping[str, Any] | None = None,
         fused: EmbOptimType = EmbOptimType.EXACT_SGD,
         model_type: type[Model] = Model,
+        has_dmp_kwargs: bool = True,
         **options: Any,
     ) -> "Trained":
         """Builds both. Replicas whose dense weights start from different seeds must start alike all the same."""
@@ -93,7 +94,7 @@ class Trained:
             model,
             plan=env.localize(ShardingPlan({"ebc": module})),
             sharders=[sharders[kernel]()],
-            **env.dmp_kwargs(),
+            **env.dmp_kwargs() if has_dmp_kwargs else {"env": env.dmp_kwargs()["env"]},
         )
         return cls(env, dmp, KStepAdam(dmp, env=env, lr=0.01, **options))
 

@@ -56,6 +56,10 @@ def _different_k(world: World) -> tuple[str, str]:
     return outcome_of(lambda: Trained.make(env_of(1), k=4 + world.rank))
 
 
+def _different_decay(world: World) -> tuple[str, str]:
+    return outcome_of(lambda: Trained.make(env_of(1), k=4, weight_decay=0.1 * world.rank))
+
+
 def _different_layout(world: World) -> tuple[str, str]:
     return outcome_of(lambda: env_of(1 + world.rank))
 
@@ -80,15 +84,16 @@ def _all(world: World, cases: list[Any]) -> list[tuple[tuple[str, str], float]]:
 
 
 def test_disagreements_and_ill_replicas_are_told_on_all_ranks(spawn_ranks: SpawnRanks) -> None:
-    cases = [_different_layout, _different_k, _different_model, _different_plan, _uneven, _nan_in_dense, _nan_in_rows]
+    cases = [_different_layout, _different_k, _different_decay, _different_model, _different_plan, _uneven, _nan_in_dense, _nan_in_rows]
     ranks = spawn_ranks(_all, 2, args=(cases,), timeout_s=110)
     for outcomes in ranks:
-        (layout, k, model, plan, uneven, dense, rows), seconds = zip(*outcomes, strict=True)
+        (layout, k, decay, model, plan, uneven, dense, rows), seconds = zip(*outcomes, strict=True)
         assert max(seconds) < BOUND_S
-        assert layout[0] == k[0] == model[0] == plan[0] == "LaunchError"
+        assert layout[0] == k[0] == decay[0] == model[0] == plan[0] == "LaunchError"
         assert "sharding plan is" in plan[1]
         assert "ranks per replica is 2 there and 1 on rank 0" in layout[1]
         assert "k is '5' there and '4' on rank 0" in k[1]
+        assert "weight_decay is '0.1' there and '0.0' on rank 0" in decay[1]
         assert "dense parameters is" in model[1]
         assert uneven[0] == "MergeError"
         assert "step is 7 there and 8 on rank 0" in uneven[1]

@@ -3,16 +3,18 @@
 Layer: multiprocess.
 """
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, MCHManagedCollisionModule
 
-from tests.multiprocess.kstep_cases import SPEC, Trained, env_of
+from tests.multiprocess.kstep_cases import SPEC, Model, Trained, env_of, outcome_of
 from tests.spawn import SpawnRanks
-from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.merge_spec import MergeSpec
+from torchrec_kstep.optim_spec import AdamSpec
 from torchrec_kstep.world import World
 
 pytestmark = pytest.mark.multiprocess
@@ -89,22 +91,61 @@ def test_a_late_round_of_equal_replicas_changes_nothing(spawn_ranks: SpawnRanks)
     assert max(spawn_ranks(_late, 2)) < 1e-6
 
 
-def _refused(_world: World) -> list[str]:
-    found = []
-    for case in (
-        {"variant": "frozen", "merge": MergeSpec(overlap_steps=2)},
-        {"k": {0: 4, 10: 1}, "merge": MergeSpec(row_states="auto")},
-        {"spec": replace(SPEC, touches="none")},
-    ):
-        try:
-            Trained.make(env_of(1), **{"k": 4, **case})  # type: ignore[arg-type]
-        except ConfigError as error:
-            found.append(str(error))
-    return found
+class WithCollisions(Model):
+    """The model, with a module that gives rows to ids as they come."""
+
+    def __init__(self, has_batch_norm: bool = True) -> None:
+        super().__init__(has_batch_norm)
+        self.mapping = MCHManagedCollisionModule(
+            zch_size=4, device=torch.device("cpu"), eviction_policy=DistanceLFU_EvictionPolicy(), eviction_interval=1
+        )
+
+
+REPLAYING = AdamSpec(lr=0.1, l2=0.01, l2_absent_rows="replay")
+REFUSED: dict[str, dict[str, Any]] = {
+    "variant='frozen' with overlap_steps=2": {"variant": "frozen", "merge": MergeSpec(overlap_steps=2)},
+    "row_states='auto'": {"k": {0: 4, 10: 1}, "merge": MergeSpec(row_states="auto")},
+    'touches="count"': {"spec": replace(SPEC, touches="none")},
+    "choose variant='frozen'": {"is_amsgrad": True},
+    "lr_factor is 0.0": {"lr_factor": 0.0},
+    "MergeSpec.of_recipe('paper', ...)": {"recipe": "paper", "merge": MergeSpec(wire="bf16")},
+    "recipe is 'papers'": {"recipe": "papers"},
+    "nothing would ever be frozen": {
+        "variant": "frozen",
+        "merge": MergeSpec(row_states="weights"),
+        "spec": replace(SPEC, frozen=True),
+    },
+    "l2_absent_rows='replay' for tables a, b": {"kernel": "dense", "spec": REPLAYING},
+    "**env.dmp_kwargs()": {"has_dmp_kwargs": False},
+    "'mapping' assigns rows to ids": {"model_type": WithCollisions},
+}
+
+
+def _refused(_world: World) -> dict[str, tuple[str, str]]:
+    env = env_of(1)
+    return {text: outcome_of(lambda case=case: Trained.make(env, **{"k": 4, **case})) for text, case in REFUSED.items()}  # type: ignore[misc]
 
 
 def test_contradictions_are_refused_by_name(spawn_ranks: SpawnRanks) -> None:
-    for frozen, auto, touches in spawn_ranks(_refused, 2):
-        assert "variant='frozen' with overlap_steps=2" in frozen
-        assert "row_states='auto'" in auto
-        assert 'touches="count"' in touches
+    for found in spawn_ranks(_refused, 2):
+        for text, (kind, told) in found.items():
+            assert kind == "ConfigError", f"{text}: {kind}: {told}"
+            assert text in told
+
+
+def _warned(_world: World) -> tuple[list[str], tuple[str, str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained = Trained.make(env_of(1), k=4, variant="frozen")
+        Trained.make(env_of(1), k=4, variant="frozen", spec=replace(SPEC, frozen=True))
+    told = [str(one.message) for one in caught if "dense parameters only" in str(one.message)]
+    return told, outcome_of(lambda: trained.optimizer.step(lambda: 0.0))
+
+
+def test_a_variant_that_tables_do_not_share_is_warned_of_and_closures_are_refused(spawn_ranks: SpawnRanks) -> None:
+    (told, closure), (silent, _) = spawn_ranks(_warned, 2)
+    assert len(told) == 1, told
+    assert "AdamSpec(frozen=False, amsgrad=False)" in told[0]
+    assert not silent, "one rank tells"
+    assert closure[0] == "ConfigError"
+    assert "call backward() before step()" in closure[1]

@@ -272,12 +272,6 @@ def _large_batch_rules(config: RunConfig) -> Iterator[Finding]:
         yield Finding(
             f"optim.clip=cowclip with planner.kernel={planner.kernel}: {why}; choose planner=tiered", ("optim.clip", "planner.kernel")
         )
-    cut = [name for name, sharding in planner.tables.items() if sharding == "column_wise"]
-    if planner.kernel == "tiered" and (planner.sharding == "column_wise" or cut):
-        yield Finding(
-            "optim.clip=cowclip with column_wise tables: the bound is the norm of a whole row; choose another sharding",
-            ("optim.clip", "planner.kernel", "planner.sharding", "planner.tables"),
-        )
 
 
 def _model_rules(config: RunConfig) -> Iterator[Finding]:
@@ -362,6 +356,23 @@ def _kstep_rules(config: RunConfig) -> Iterator[Finding]:
             f"kstep.overlap_steps={kstep.overlap_steps} with kstep.k={kstep.k}: a round must end before the next begins; choose at most "
             f"{kstep.k - 1}",
             ("kstep.overlap_steps", "kstep.k"),
+        )
+    if kstep.is_amsgrad and kstep.variant == "local":
+        yield Finding(
+            "kstep.is_amsgrad with kstep.variant=local, which shares no second moment that could fall; choose kstep.variant=frozen",
+            ("kstep.is_amsgrad", "kstep.variant"),
+        )
+    if kstep.variant == "frozen" and kstep.row_states == "weights":
+        yield Finding(
+            "kstep.variant=frozen with kstep.row_states=weights: no round merges second moments of rows, so none would be frozen; choose "
+            "kstep.row_states=all",
+            ("kstep.variant", "kstep.row_states"),
+        )
+    if kstep.variant == "frozen" and kstep.overlap_steps:
+        yield Finding(
+            f"kstep.variant=frozen with kstep.overlap_steps={kstep.overlap_steps}: replicas are not equal when a late round ends, so no "
+            "second moment is common; choose kstep.overlap_steps=0",
+            ("kstep.variant", "kstep.overlap_steps"),
         )
     for stage in kstep.stages:
         if not re.fullmatch(r"[0-9]+:[1-9][0-9]*", stage):

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.ops import kernels, reference
 from torchrec_kstep.ops.batch import Dedup, RowGradients, TableSpec
 from torchrec_kstep.ops.reference import ReferenceGroup, ReferenceTracker
@@ -44,7 +45,15 @@ class PlainRows(RowGroup):
             tables: names and sizes; initial values are what the tensors hold.
             optimizer: how rows are updated.
             tensors: the tables.
+
+        Raises:
+            ConfigError: absent rows are to replay their L2, which whoever reads the tensors would not see.
         """
+        if optimizer.replays_l2:
+            raise ConfigError(
+                f"tables {', '.join(table.name for table in tables)} are plain tensors and have l2_absent_rows='replay': who reads them "
+                "sees rows without the steps they missed; choose l2_absent_rows='skip', or tiered tables"
+            )
         self._tensors = tensors
         self._pending: list[Dedup] = []
         super().__init__(tables, optimizer, None)

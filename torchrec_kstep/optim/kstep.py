@@ -14,7 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
 
-from torchrec_kstep.errors import CheckpointError, MergeError, RankFailure
+from torchrec_kstep.errors import CheckpointError, ConfigError, MergeError, RankFailure
 from torchrec_kstep.merge.dense import FIRST, SECOND, WEIGHT, DenseMerger, ReplicaMean
 from torchrec_kstep.merge.gradients import GradientExchange
 from torchrec_kstep.merge.rows import RowMerger
@@ -27,16 +27,20 @@ from torchrec_kstep.optim.keyed import TorchOptimizer, torch_optimizer
 from torchrec_kstep.optim.kstep_model import (
     buffers_of,
     check_clipping,
+    check_data_parallel,
+    check_recipe,
     check_replicated,
     check_settings,
+    check_table_rule,
     check_tables,
     counts_touches,
     plan_of,
     table_spec,
+    variant_warnings,
 )
 from torchrec_kstep.optim.period import Period, few_rounds_warning
 from torchrec_kstep.optim.rounds import RoundTotals
-from torchrec_kstep.optim_spec import AdamSpec
+from torchrec_kstep.optim_spec import AdamSpec, BiasCorrection
 from torchrec_kstep.replicas import KStepEnv, plan_digest
 from torchrec_kstep.sharding.plain import PlainKernel, plain_kernels, watched_kernels
 from torchrec_kstep.sharding.tiered.kernel import TieredKernel
@@ -98,7 +102,7 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
                 round.
             is_amsgrad: in the frozen variant, never lets the shared second moment fall.
             recipe: what belongs together, "default" or "paper".
-            merge: how rounds merge, in place of a recipe; its `k` and `timeout_s` are not used.
+            merge: how rounds merge, in place of a recipe; refused beside one that it contradicts. Its `k` and `timeout_s` are not used.
             table_adam: rule of tables with TorchRec's dense kernel, which update the rows of a batch as tiered tables do, not all rows as
                 `torch.optim.Adam` would; what rounds need is added to it. None = `lr`, `betas`, `eps` and the recipe's bias correction.
             lr_factor: factor on all learning rates in local steps; None = the recipe's, or 1 where `merge` is given.
@@ -112,16 +116,18 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         """
         self.env = env
         self.period = Period(k, num_warmup_steps)
+        check_recipe(recipe, merge)
         self.spec = replace(merge or MergeSpec.of_recipe(recipe), k=max(self.period.largest, 1), timeout_s=env.timeout_s)
         own_factor = 1.0 if merge is not None else RECIPES[recipe].lr_factor(env.num_replicas)
         self._lr_factor = own_factor if lr_factor is None or env.num_replicas == 1 else lr_factor
         self._kernels: list[TieredKernel | PlainKernel] = [*kernels_of_model(dmp)]
-        check_settings(variant, clip_covers, self.spec, self.period)
+        check_settings(variant, is_amsgrad, clip_covers, self._lr_factor, self.spec, self.period)
         self._dense_adam: FrozenAdam | None = None
         self._clips_tables = clip_norm > 0 and clip_covers == "all"
         if self._clips_tables:
             check_clipping(dmp)
         given = table_adam or AdamSpec(lr, betas=betas, eps=eps, bias_correction=RECIPES[recipe].bias_correction)
+        check_table_rule(dmp, given)
         rule = given if env.num_replicas == 1 else table_spec(given, self.spec, variant, is_amsgrad)
         self._plain = plain_kernels(dmp.module, rule, env.sharding_group)
         fused = watched_kernels(dmp.module, self.spec.num_trackers) if env.num_replicas > 1 else []
@@ -139,7 +145,9 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         self._num_steps_pending = 0
         self._is_pending = False
         if env.num_replicas > 1:
-            self._prepare_replicas(dmp, betas, summed_buffers, variant, num_steps_per_pass)
+            dense = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clip_norm": clip_norm, "clip_covers": clip_covers}
+            told = {**dense, "lr_factor": self._lr_factor, "variant": variant, "is_amsgrad": is_amsgrad}
+            self._prepare_replicas(dmp, betas, summed_buffers, told, num_steps_per_pass)
         self._set_mode()
 
     @property
@@ -155,11 +163,17 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Takes one step, and merges if k steps have passed. Collective.
 
+        Args:
+            closure: must be None with several replicas.
+
         Raises:
             RankFailure: another rank went away, or did not come within the deadline; names it and the phase.
             MergeError: ranks differ in step, k or plan.
             DivergenceError: a replica holds a value that is not finite; names the parameter or table.
+            ConfigError: a closure is given, whose gradients would come after replicas averaged theirs.
         """
+        if closure is not None and self.env.num_replicas > 1:
+            raise ConfigError("KStepAdam.step: replicas average gradients before a closure could make any; call backward() before step()")
         is_synchronous = self.is_synchronous
         if is_synchronous:
             self._average_gradients()
@@ -262,12 +276,13 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         dmp: DistributedModelParallel,
         betas: tuple[float, float],
         summed_buffers: Sequence[str],
-        variant: Variant,
+        told: Mapping[str, Any],
         num_steps_per_pass: int | None,
     ) -> None:
-        """Checks tables and agreement, warns of what is known to lose, and starts replicas alike. Collective."""
+        """Checks tables, and that all ranks were `told` the same; warns of what is known to lose; starts replicas alike. Collective."""
         env = self.env
         merges_rows = self.period.largest > 1
+        check_data_parallel(dmp, env.layout.sharding_ranks(env.replica))
         check_tables(dmp, self._kernels, self.spec, self.period)
         plan = plan_of(dmp)
         self._plan_digest = plan_digest(plan, env.layout.sharding_ranks(env.replica)[0])
@@ -277,15 +292,16 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             {
                 "k": str(self.period),
                 "sharding plan": self._plan_digest,
-                "variant": variant,
+                **{name: str(value) for name, value in told.items()},
                 "dense parameters": str(shapes),
                 **{f"merge {name}": value for name, value in asdict(self.spec).items()},
             },
         )
         specs = [kernel.group.optimizer for kernel in self._kernels]
-        bias = next((spec.bias_correction for spec in specs if isinstance(spec, AdamSpec)), None)
         if env.world.is_main and merges_rows:
-            found = mixture_warnings(self.spec, bias, env.num_replicas)
+            biases: list[BiasCorrection | None] = [spec.bias_correction for spec in specs if isinstance(spec, AdamSpec)] or [None]
+            mixtures = dict.fromkeys(text for bias in biases for text in mixture_warnings(self.spec, bias, env.num_replicas))
+            found = [*mixtures, *variant_warnings(specs, told["variant"], told["is_amsgrad"])]
             if num_steps_per_pass is not None and (text := few_rounds_warning(self.period.largest, num_steps_per_pass)):
                 found.append(text)
             for text in found:

@@ -1,35 +1,41 @@
 """What KStepAdam asks of a sharded model: tables that can be merged, the plan, the buffers."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import get_args
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.mc_modules import ManagedCollisionModule
 
 from torchrec_kstep.errors import ConfigError
-from torchrec_kstep.merge_spec import MergeSpec
+from torchrec_kstep.merge_spec import RECIPES, MergeSpec
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim.clipping import ClipCovers
 from torchrec_kstep.optim.period import Period
-from torchrec_kstep.optim_spec import AdamSpec
+from torchrec_kstep.optim_spec import AdamSpec, OptimizerSpec
 from torchrec_kstep.sharding.plain import STATELESS, WITH_SUMS, FusedKernel, PlainKernel
 from torchrec_kstep.sharding.tiered.kernel import TieredKernel
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
-from torchrec_kstep.torchrec_seam.plain_kernel import fused_kernels
+from torchrec_kstep.torchrec_seam.plain_kernel import dense_kernels, fused_kernels
 from torchrec_kstep.torchrec_seam.sharding import EmbeddingComputeKernel, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 
 _MERGED_KERNELS = (CUSTOMIZED_KERNEL, EmbeddingComputeKernel.DENSE.value, EmbeddingComputeKernel.FUSED.value)
 
 
-def check_settings(variant: str, clip_covers: str, spec: MergeSpec, period: Period) -> None:
+def check_settings(variant: str, is_amsgrad: bool, clip_covers: str, lr_factor: float, spec: MergeSpec, period: Period) -> None:
     """Refuses what contradicts itself; lists every finding."""
     findings = []
     if variant not in ("local", "frozen"):
         findings.append(f"variant is {variant!r}, expected 'local' or 'frozen'")
     if clip_covers not in get_args(ClipCovers):
         findings.append(f"clip_covers is {clip_covers!r}, expected 'dense' or 'all'")
+    if is_amsgrad and variant == "local":
+        findings.append("is_amsgrad=True with variant='local', which shares no second moment that could fall; choose variant='frozen'")
     if variant == "frozen" and spec.overlap_steps:
         findings.append(
             f"variant='frozen' with overlap_steps={spec.overlap_steps}: replicas are not equal when a late round ends, so no second moment "
@@ -40,8 +46,33 @@ def check_settings(variant: str, clip_covers: str, spec: MergeSpec, period: Peri
             f"row_states={spec.row_states!r} with k = {period}: synchronous steps need equal moments, which replicas keep to themselves; "
             "choose row_states='all', or no k = 1 after a larger one"
         )
+    if not (math.isfinite(lr_factor) and lr_factor > 0):
+        findings.append(f"lr_factor is {lr_factor}, expected a number above 0")
     if findings:
         raise ConfigError("KStepAdam: " + "; ".join(findings))
+
+
+def check_recipe(recipe: str, merge: MergeSpec | None) -> None:
+    """Refuses a recipe beside a way to merge that is not the recipe's; `merge` would win without a word."""
+    if recipe not in RECIPES:
+        raise ConfigError(f"KStepAdam: recipe is {recipe!r}, expected one of {', '.join(RECIPES)}")
+    named = RECIPES[recipe]
+    if merge is None or recipe == "default" or (merge.row_merge, merge.moments) == (named.row_merge, named.moments):
+        return
+    raise ConfigError(
+        f"KStepAdam: recipe={recipe!r}, which is row_merge={named.row_merge!r} and moments={named.moments!r}, with a merge of "
+        f"row_merge={merge.row_merge!r} and moments={merge.moments!r}: give merge=MergeSpec.of_recipe({recipe!r}, ...), or no recipe"
+    )
+
+
+def check_table_rule(dmp: DistributedModelParallel, given: AdamSpec) -> None:
+    """Refuses a rule that tables with the dense kernel cannot follow, by their names."""
+    names = [table.name for _, kernel in dense_kernels(dmp.module) for table in kernel.config.embedding_tables]
+    if given.replays_l2 and names:
+        raise ConfigError(
+            f"KStepAdam: table_adam with l2_absent_rows='replay' for tables {', '.join(names[:3])} with the dense kernel, whose lookups "
+            f"show rows without the steps they missed: choose l2_absent_rows='skip', or compute_kernel={CUSTOMIZED_KERNEL!r}"
+        )
 
 
 def table_spec(given: AdamSpec, merge: MergeSpec, variant: str, is_amsgrad: bool) -> AdamSpec:
@@ -79,6 +110,11 @@ def check_tables(dmp: DistributedModelParallel, kernels: Sequence[TieredKernel |
     """Refuses tables that cannot be merged; lists every finding."""
     findings = []
     for path, module in dmp.module.named_modules():
+        if isinstance(module, ManagedCollisionModule):
+            findings.append(
+                f"{path!r} assigns rows to ids as they come, in every replica others, so that rounds would merge rows of different ids: "
+                "hash ids to rows instead"
+            )
         if not isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             continue
         for table, sharding in module.module_sharding_plan.items():
@@ -97,8 +133,37 @@ def check_tables(dmp: DistributedModelParallel, kernels: Sequence[TieredKernel |
             findings.append(f"tables {names} are stepped by {type(spec).__name__}: replicas are merged by the rules of Adam; give AdamSpec")
         elif period.largest > 1 and spec.touches == "none":
             findings.append(f'tables {names} do not count touches: give their sharder AdamSpec(..., touches="count")')
+        elif period.largest > 1 and spec.frozen and merge.row_states == "weights":
+            findings.append(
+                f"tables {names} have AdamSpec(frozen=True) with row_states='weights': no round merges their second moments, so nothing "
+                "would ever be frozen; choose row_states='all', or frozen=False"
+            )
     if findings:
         raise ConfigError("KStepAdam with several replicas:\n  " + "\n  ".join(findings))
+
+
+def check_data_parallel(dmp: DistributedModelParallel, replica_ranks: Sequence[int]) -> None:
+    """Refuses dense parameters whose gradients DDP averages over ranks of other replicas too, so that no step would be local."""
+    for path, module in dmp.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            ranks = dist.get_process_group_ranks(module.process_group)
+            if not set(ranks) <= set(replica_ranks):
+                raise ConfigError(
+                    f"KStepAdam: gradients of dense parameters in {path or 'the model'!r} are averaged over ranks {ranks} in every step, "
+                    f"not over those of a replica ({list(replica_ranks)}): make DistributedModelParallel(..., **env.dmp_kwargs())"
+                )
+
+
+def variant_warnings(specs: Sequence[OptimizerSpec | None], variant: str, is_amsgrad: bool) -> list[str]:
+    """Says where tables are stepped by another variant than dense parameters."""
+    adams = [spec for spec in specs if isinstance(spec, AdamSpec)]
+    wanted = (variant == "frozen", variant == "frozen" and is_amsgrad)
+    found = dict.fromkeys((spec.frozen, spec.amsgrad) for spec in adams if (spec.frozen, spec.amsgrad) != wanted)
+    return [
+        f"variant={variant!r}, is_amsgrad={is_amsgrad} holds for dense parameters only: there are tables with AdamSpec(frozen={frozen}, "
+        f"amsgrad={amsgrad}), which goes its own way; give their sharder AdamSpec(..., frozen={wanted[0]}, amsgrad={wanted[1]})"
+        for frozen, amsgrad in found
+    ]
 
 
 def _fused_findings(kernel: FusedKernel, merge: MergeSpec, period: Period) -> list[str]:

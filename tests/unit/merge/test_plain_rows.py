@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.merging import ADAM, TABLES, assert_same_rows, dram_group, random_steps, rows_of, touch
-from torchrec_kstep.errors import DataError
+from torchrec_kstep.errors import ConfigError, DataError
 from torchrec_kstep.merge.in_process import InProcessMerger
 from torchrec_kstep.merge_spec import MergeSpec
 from torchrec_kstep.ops.plain_rows import PlainRows
@@ -128,3 +128,10 @@ def test_steps_without_tracking_count_nothing() -> None:
 def test_what_is_no_field_cannot_be_kept() -> None:
     with pytest.raises(DataError, match="expected some of m, v, weight"):
         plain_group().track(0, ("sum",))
+
+
+def test_rows_that_would_replay_their_l2_unseen_are_refused_by_name() -> None:
+    replaying = AdamSpec(lr=0.1, l2=0.01, l2_absent_rows="replay")
+    with pytest.raises(ConfigError, match=f"tables {', '.join(table.name for table in TABLES)} .*choose l2_absent_rows='skip'"):
+        plain_group(replaying)
+    assert plain_group(replace(replaying, l2=0.0)).num_pending == 0, "without L2 there is nothing to replay"
