@@ -70,7 +70,11 @@ class RowStoreBackend : public Backend {
 
   Status write(const std::vector<std::uint64_t>& rows, const std::vector<std::byte*>& payloads) override {
     KSTEP_RETURN_IF_ERROR(store_->begin_batch(rows.size() * shape_.payload_bytes));
-    for (std::size_t i = 0; i < rows.size(); ++i) KSTEP_RETURN_IF_ERROR(store_->append(store_->table(0), rows[i], payloads[i]));
+    TableState* table = store_->table(0);
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      if (i + kIndexAhead < rows.size()) table->index.prefetch(rows[i + kIndexAhead]);
+      KSTEP_RETURN_IF_ERROR(store_->append(table, rows[i], payloads[i]));
+    }
     return store_->end_batch();
   }
 

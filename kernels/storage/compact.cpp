@@ -42,6 +42,7 @@ Status copy_table(SnapshotReader* reader, TableState* from, RowStore* store, Tab
     KSTEP_RETURN_IF_ERROR(reader->read(reads.data(), reads.size()));
     KSTEP_RETURN_IF_ERROR(store->begin_batch((end - begin) * into->log->layout().record_bytes));
     for (std::size_t i = begin; i < end; ++i) {
+      if (i + kIndexAhead < end) into->index.prefetch(rows[i + kIndexAhead].second);
       KSTEP_RETURN_IF_ERROR(store->append(into, rows[i].second, payloads.data() + (i - begin) * payload_bytes));
     }
     KSTEP_RETURN_IF_ERROR(store->end_batch());

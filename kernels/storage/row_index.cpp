@@ -32,6 +32,15 @@ std::uint32_t RowIndex::find(std::uint64_t row) const {
   return chunk == nullptr ? kNoSlot : *chunk->locate(static_cast<std::uint16_t>(row));
 }
 
+void RowIndex::prefetch(std::uint64_t row) const {
+  const Chunk* chunk = chunks_[row >> kChunkBits].get();
+  if (chunk == nullptr) return;
+  const auto key = static_cast<std::uint16_t>(row);
+  const std::uint32_t at = chunk->is_dense() ? key : start_of(key, chunk->capacity - 1);
+  __builtin_prefetch(&chunk->slots[at], 1);
+  if (!chunk->is_dense()) __builtin_prefetch(&chunk->keys[at]);
+}
+
 std::uint32_t RowIndex::exchange(std::uint64_t row, std::uint32_t slot) {
   std::unique_ptr<Chunk>& chunk = chunks_[row >> kChunkBits];
   if (chunk == nullptr) {

@@ -7,6 +7,7 @@
 // Ownership: owns its memory. Thread rule: one thread at a time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -14,6 +15,7 @@
 namespace kstep {
 
 constexpr std::uint32_t kNoSlot = UINT32_MAX;
+constexpr std::size_t kIndexAhead = 16;  // how many rows ahead prefetch() pays
 
 class RowIndex {
  public:
@@ -21,6 +23,9 @@ class RowIndex {
 
   // kNoSlot for a row that was never materialised. REQUIRES: row < num_rows.
   std::uint32_t find(std::uint64_t row) const;
+  // Starts fetching what find() of this row will look at. Callers with many rows do it some rows ahead: in an index
+  // larger than the processor's caches a lookup is otherwise one wait for memory.
+  void prefetch(std::uint64_t row) const;
   // Sets the slot of a row and returns the earlier one (kNoSlot for the first).
   std::uint32_t exchange(std::uint64_t row, std::uint32_t slot);
 

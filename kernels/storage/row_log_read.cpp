@@ -38,6 +38,7 @@ Status RowLog::check_record(const ReadRow& row, const std::byte* record) const {
 Status RowLog::read(ReadRow* rows, std::size_t num_rows) {
   order_.clear();
   for (std::size_t i = 0; i < num_rows; ++i) {
+    if (i + kIndexAhead < num_rows) rows[i + kIndexAhead].table->index.prefetch(rows[i + kIndexAhead].row);
     rows[i].slot = rows[i].table->index.find(rows[i].row);
     if (rows[i].slot == kNoSlot) {
       return Status::not_found("table '" + rows[i].table->spec.name + "'", "row " + std::to_string(rows[i].row) + " was never written");
