@@ -71,7 +71,7 @@ def _rank_routes(routes: Routes, site: RankSite, wishes: RouteWishes) -> RankRou
     elif cores == "own" and node.num_cores < len(beside):
         cores, why = "node", f"{numa} has {node.num_cores} cores for {len(beside)} ranks, too few for parts of their own"
     elif cores == "any":
-        why = "routes.cores=any binds no rank"
+        why = "ranks are bound to no cores: routes.cores=any, or devices that the topology does not describe"
     else:
         beside_what = f" beside {site.device}" if site.device else ""
         why = f"rank {site.rank} computes on {numa}{beside_what}, so that is where its cores and its memory are"

@@ -17,7 +17,8 @@ def routes_of_run(config: RunConfig, world: World) -> JobRoutes:
     """Chooses the routes of all ranks of a run, as rank 0 does for all of them.
 
     Without a topology file this machine is taken for all hosts: cores and NUMA nodes by sysfs, drives as equally fast, and the
-    interfaces as gloo was told, since the one over which the hosts met is known to work.
+    interfaces as gloo was told, since the one over which the hosts met is known to work. Ranks on devices that the topology does
+    not describe are bound to no cores but those asked for by number.
 
     Raises:
         ConfigError: a list by local rank has neither one entry nor one for each.
@@ -28,13 +29,16 @@ def routes_of_run(config: RunConfig, world: World) -> JobRoutes:
     topology = machines(config.planner.topology, world.num_hosts, ssd_paths)
     if not config.planner.topology:
         topology = _without_interfaces(topology)
+    wishes = route_wishes(config.routes, world.local_world_size)
+    if config.train.device == "cuda" and not any(host.devices for host in topology.hosts):
+        wishes = replace(wishes, cores="any")  # nobody said on which NUMA node a rank's device hangs
     ranks_per_replica = (config.kstep.ranks_per_replica or world.local_world_size) if config.kstep.k else 0
     return choose_routes(
         topology,
         world.local_world_size,
         ranks_per_replica=ranks_per_replica,
         ssd_paths=ssd_paths,
-        wishes=route_wishes(config.routes, world.local_world_size),
+        wishes=wishes,
         drive_of=drive_here,
     )
 

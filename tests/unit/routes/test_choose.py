@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_kstep.config.schema import KStepConfig, PlannerConfig, RoutesConfig, RunConfig, TiersConfig
+from torchrec_kstep.config.schema import KStepConfig, PlannerConfig, RoutesConfig, RunConfig, TiersConfig, TrainConfig
 from torchrec_kstep.errors import ConfigError, TopologyError
 from torchrec_kstep.routes import JobRoutes, RouteWishes, choose_routes, routes_of_run
 from torchrec_kstep.routes.of_run import drive_here, route_wishes
@@ -157,6 +157,15 @@ def test_without_a_topology_file_interfaces_stay(tmp_path: Path) -> None:
     """The one over which the hosts met is known to work; a name found in sysfs of one host is not."""
     config = replace(run(tmp_path), planner=PlannerConfig())
     assert not any(rank.interfaces for rank in routes_of_run(config, World(0, 4, 0, 2)).ranks)
+
+
+@pytest.mark.parametrize(("device", "cores"), [("cpu", "node"), ("cuda", "any")])
+def test_ranks_on_devices_that_nobody_described_are_bound_to_no_cores(device: str, cores: str, tmp_path: Path) -> None:
+    """Otherwise a rank could be kept on the other socket than its device."""
+    file = tmp_path / "machines.yaml"
+    file.write_text(topology_text(cluster(num_numa=2)))
+    config = RunConfig(planner=PlannerConfig(topology=str(file)), train=TrainConfig(device=device))
+    assert {rank.cores for rank in routes_of_run(config, World(0, 4, 0, 2)).ranks} == {cores}
 
 
 def test_lists_by_local_rank_have_an_entry_for_each() -> None:
