@@ -27,7 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from benchmarks._harness import Harness, Spread
 from torchrec_kstep.config.schema import OptimConfig, PlannerConfig
-from torchrec_kstep.cost import QUANTITIES, AccessCurve, Coefficients, Machine, StepSetup, Table, shard_work
+from torchrec_kstep.cost import QUANTITIES, AccessCurve, Coefficients, Machine, StepSetup, Table, Tier, shard_work
 from torchrec_kstep.cost.calibration import Calibration
 from torchrec_kstep.cost.price import price
 from torchrec_kstep.planner.derived import torchrec_topology
@@ -56,7 +56,7 @@ from torchrec_kstep.units import GIB
 SEED = 20261201
 CASES = ("bad_plans", "gaps", "torchrec", "speed")
 # Software without what no plan changes.
-DECIDED = Coefficients().having({"step_s": 0.0, "sample_s": 0.0, "optimizer_s": 0.0, "parameter_s": 0.0})
+DECIDED = Coefficients().having({"step_s": 0.0, "feature_s": 0.0, "sample_s": 0.0, "optimizer_s": 0.0, "parameter_s": 0.0})
 STOCK_LIMIT_S = 300.0  # that TorchRec's planner is waited for
 NUM_ALONE = 40  # models that are also planned without TorchRec's plan as a start
 CALIBRATION = Calibration(DECIDED, 0.0, 0, "", "", {})
@@ -177,7 +177,7 @@ def random_problem(rng: np.random.Generator, num_tables: int, num_ranks: int, ma
 def small_instances(run: Harness, count: int) -> None:
     """At most 5 tables, 3 ranks and 8 options each, against pricing every assignment."""
     rng = np.random.default_rng(SEED)
-    gaps = []
+    gaps: list[float] = []
     while len(gaps) < count:
         problem = random_problem(rng, int(rng.integers(1, 6)), int(rng.integers(1, 4)), 8)
         best = problem.score(exhaustive(problem))
@@ -190,7 +190,7 @@ def small_instances(run: Harness, count: int) -> None:
 def bounded_instances(run: Harness, count: int) -> None:
     """8 tables on 4 ranks against the bound of the mixed-integer program."""
     rng = np.random.default_rng(SEED + 1)
-    gaps = []
+    gaps: list[float] = []
     while len(gaps) < count:
         solution = solve(random_problem(rng, 8, 4, 10))
         if solution.score.overflow == 0:
@@ -223,7 +223,7 @@ def stock_plan(topology: ClusterTopology, module: nn.Module, job: Job, constrain
 def priced_plan(plan: ShardingPlan, machine: Machine, setup: StepSetup, tables: dict[str, Table]) -> float:
     """Seconds of a step under this package's cost model."""
     work = np.zeros((machine.num_ranks, len(QUANTITIES)))
-    tier = "device" if machine.on_device else "dram"
+    tier: Tier = "device" if machine.on_device else "dram"
     for module_plan in plan.plan.values():
         assert isinstance(module_plan, EmbeddingModuleShardingPlan)
         for name, sharding in module_plan.items():
@@ -298,7 +298,7 @@ def against_torchrec(run: Harness, count: int) -> None:
         plan = planner.plan(module, sharders)
         assert planner.placement is not None
         setup = planner.setup(module, 1)
-        configs = module[0].embedding_bag_configs()
+        (configs,) = find_tables(module).values()
         tables = {
             config.name: Table(
                 config.name,
