@@ -24,11 +24,15 @@ FAST_CASES = [
     Case(("tw0", "rw", "rw"), optimizer=CLIPPED, deferred=True, micro_batches=2),
     Case(("rw", "tw_last", "cw_same"), (MEAN, MEAN, SUM), optimizer=REPLAYING, uneven=True),
     Case(("tw0", "rw", "rw"), optimizer=replace(CLIPPED, l2_absent_rows="replay"), deferred=True, micro_batches=2),
+    Case(("cw", "cw_same", "rw"), (MEAN, SUM, SUM), optimizer=CLIPPED, deferred=True, uneven=True),
+    Case(("cw", "tw_last", "cw"), optimizer=replace(CLIPPED, l2_absent_rows="replay"), deferred=True, micro_batches=2),
 ]
 TWO_HOSTS = [
     Case(("twrw0", "twrw_last", "rw"), (MEAN, SUM, MEAN), uneven=True),
     Case(("grid", "grid", "tw0"), (SUM, MEAN, MEAN), dim=256, rows=(41, 2, 7)),
     Case(("twrw0", "rw", "twrw_last"), (MEAN, SUM, SUM), optimizer=CLIPPED),
+    Case(("grid", "cw", "grid"), dim=256, rows=(41, 2, 7), optimizer=CLIPPED, deferred=True),
+    Case(("tw_last", "rw", "tw0"), optimizer=CLIPPED, uneven=True),
 ]
 
 
@@ -52,6 +56,7 @@ def _matrix(num_hosts: int) -> list[Case]:
             cases.append(replace(case, weighted=True))
             if place[2] != "dp":  # a replicated table steps with each backward here
                 cases.append(replace(case, deferred=True, micro_batches=2))
+                cases.append(replace(case, deferred=True, optimizer=CLIPPED))
     if num_hosts > 1:
         cases += [
             replace(case, dim=256, places=grid, stock=stock)
@@ -62,6 +67,7 @@ def _matrix(num_hosts: int) -> list[Case]:
                 (("grid", "grid", "twrw_last"), {"b": "fused"}),
             ]
         ]
+        cases.append(Case(("grid", "grid", "grid"), dim=256, optimizer=CLIPPED, deferred=True))
     return cases
 
 

@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.multiprocess.tiered_cases import ADAM, PLACES, assert_close, gathered, gathered_states, lr_of
 from tests.spawn import SpawnRanks
 from torchrec_kstep.errors import ConfigError
+from torchrec_kstep.optim_spec import OptimizerSpec
 from torchrec_kstep.sharding import TieredEmbeddingCollectionSharder
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
 from torchrec_kstep.torchrec_seam.sharding import EmbOptimType
@@ -69,8 +70,16 @@ def loss_of(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return (torch.tanh(2 * rows) * factor).sum() / 8
 
 
-def make(places: tuple[str, str], world: World, stock: dict[str, str], device: str = "meta") -> DistributedModelParallel:
-    sharder = TieredEmbeddingCollectionSharder(ADAM, fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": ADAM.lr})
+def make(
+    places: tuple[str, str],
+    world: World,
+    stock: dict[str, str],
+    device: str = "meta",
+    optimizer: OptimizerSpec = ADAM,
+    deferred: bool = False,
+) -> DistributedModelParallel:
+    fused_params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": ADAM.lr}
+    sharder = TieredEmbeddingCollectionSharder(optimizer, deferred=deferred, fused_params=fused_params)
     module = EmbeddingCollection(tables=tables(), device=torch.device(device))
     parameters = sharder.shardable_parameters(module)
     plan = EmbeddingModuleShardingPlan()

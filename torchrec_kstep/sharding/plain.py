@@ -14,7 +14,7 @@ from torchrec_kstep.ops.batch import RowGradients, TableSpec
 from torchrec_kstep.ops.plain_rows import PlainRows
 from torchrec_kstep.optim_spec import OptimizerSpec, SgdSpec
 from torchrec_kstep.sharding.tiered.optimizer import TieredOptimizer
-from torchrec_kstep.sharding.tiered.shards import TableShard, column_parts, shard_of
+from torchrec_kstep.sharding.tiered.shards import TableShard, column_parts, ranks_of, shard_of
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
 from torchrec_kstep.torchrec_seam.plain_kernel import (
     DenseKernelTables,
@@ -139,10 +139,12 @@ def plain_kernels(model: nn.Module, optimizer: OptimizerSpec, process_group: dis
         tables = DenseKernelTables(kernel)
         _check_values(tables)
         for table in tables.tables if optimizer.clip is not None else ():
-            if len(column_parts(table.global_metadata.shards_metadata)) > 1:
+            places = table.global_metadata.shards_metadata
+            if len(column_parts(places)) > 1:
                 raise ConfigError(
-                    f"table {table.name!r} is cut by columns, and its optimizer has CowClip, whose bound is the norm of a whole row: shard "
-                    "the table by rows or as a whole"
+                    f"table {table.name!r} is cut by columns (over ranks {', '.join(map(str, ranks_of(places)))}), has the dense kernel, "
+                    "and its optimizer has CowClip, whose bound is the norm of a whole row: shard the table by rows or as a whole, or give "
+                    f'it compute_kernel="{CUSTOMIZED_KERNEL}", whose ranks add norms up'
                 )
         found.append(DenseKernel(path, tables, optimizer, process_group))
         on_backward(kernel, found[-1].note)

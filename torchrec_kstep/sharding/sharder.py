@@ -79,8 +79,8 @@ def build_sharders(
         planner: the kernel.
         optim: the optimizer of the tables.
         tiers: where the rows of tiered tables live; by default in DRAM.
-        accumulation: micro-batches per step; above 1, or where the norm of their gradients is to be bounded, tiered tables are
-            updated in `step` instead of inside backward.
+        accumulation: micro-batches per step; above 1, or where the norm of their gradients or of rows cut by columns is to be
+            bounded, tiered tables are updated in `step` instead of inside backward.
         world: this rank's position, which tells its part of the tiers; by default torchrun's.
         kstep: how replicas are merged; None without replicas.
         num_replicas: with several, rows count what touched them since the last round.
@@ -91,7 +91,7 @@ def build_sharders(
     """
     check_kernel(planner, optim)
     if planner.kernel == "tiered":
-        is_deferred = accumulation > 1 or clips_tables(optim)
+        is_deferred = accumulation > 1 or clips_tables(optim) or clips_column_shards(planner, optim)
         return [
             TieredEmbeddingBagCollectionSharder(
                 row_optimizer(optim, kstep, num_replicas),
@@ -114,6 +114,11 @@ def build_sharders(
 def clips_tables(optim: OptimConfig) -> bool:
     """Whether the bound on the norm of the gradient counts and scales that of tables."""
     return optim.clip_norm > 0 and optim.clip_covers == "all"
+
+
+def clips_column_shards(planner: PlannerConfig, optim: OptimConfig) -> bool:
+    """Whether rows are clipped by their norm while ranks hold only some of their columns."""
+    return optim.clip == "cowclip" and "column_wise" in (planner.sharding, *planner.tables.values())
 
 
 def row_optimizer(optim: OptimConfig, kstep: KStepConfig | None = None, num_replicas: int = 1) -> OptimizerSpec:

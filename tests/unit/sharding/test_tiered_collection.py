@@ -164,14 +164,18 @@ def test_what_tiers_cannot_do_is_refused_by_name(table: EmbeddingBagConfig, devi
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [(RowwiseAdagradSpec(lr=0.1), "row-wise Adagrad"), (AdamSpec(lr=0.1, clip=CowClip()), "CowClip")],
+    ("optimizer", "deferred", "message"),
+    [
+        (RowwiseAdagradSpec(lr=0.1), False, "row-wise Adagrad.*shard the table by rows or as a whole, or choose another optimizer"),
+        (RowwiseAdagradSpec(lr=0.1), True, "row-wise Adagrad"),
+        (AdamSpec(lr=0.1, clip=CowClip()), False, "CowClip.*updated inside backward here: give the sharder deferred=True, or shard"),
+    ],
 )
-def test_rules_over_whole_rows_refuse_column_shards(world: World, optimizer: Any, message: str) -> None:
+def test_rules_over_whole_rows_refuse_column_shards(world: World, optimizer: Any, deferred: bool, message: str) -> None:
     """Otherwise results would depend on the plan."""
-    with pytest.raises(ConfigError, match=f"table 'a' is cut by columns, and its optimizer has {message}"):
-        shard(Case(("cw", "tw0", "tw0"), optimizer=optimizer), world)
-    shard(Case(("rw", "tw0", "tw0"), optimizer=optimizer), world)
+    with pytest.raises(ConfigError, match=rf"table 'a' is cut by columns \(over ranks 0\), and its optimizer has {message}"):
+        shard(Case(("cw", "tw0", "tw0"), optimizer=optimizer, deferred=deferred), world)
+    shard(Case(("rw", "tw0", "tw0"), optimizer=optimizer, deferred=deferred), world)
 
 
 def test_other_sharding_types_are_refused_by_name(world: World) -> None:

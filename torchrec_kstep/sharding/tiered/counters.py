@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from torchrec_kstep.sharding.tiered.column_clip import ColumnClip
 from torchrec_kstep.sharding.tiered.state import PrefetchesRows, kernels_of
 from torchrec_kstep.storage.stats import StoreStats
 
@@ -14,7 +15,8 @@ def tier_scalars(model: nn.Module) -> dict[str, float]:
     """Returns counters by name since the tables were opened; empty for a model without tiered tables. Not collective.
 
     Rows on SSD add `hit_ratio`, rows found in the cache over rows asked for, and the counters of `PER_TABLE` for each table as
-    `<counter>.<table>`, its column shards summed. Clipped tables add `clipped_share.<table>`.
+    `<counter>.<table>`, its column shards summed. Clipped tables add `clipped_share.<table>`, and those of them that are cut by
+    columns `clip_exchange_bytes` and `clip_exchange_s`, what the norms of their rows have cost this rank.
     """
     sums: dict[str, float] = {}
     for module in model.modules():
@@ -33,7 +35,16 @@ def tier_scalars(model: nn.Module) -> dict[str, float]:
                         sums[name] = sums.get(name, 0.0) + value
     asked = sum(sums.get(name, 0.0) for name in ("hits_rows", "misses_rows", "first_touches_rows"))
     sums |= {"hit_ratio": sums["hits_rows"] / asked} if asked else {}
+    for clip in column_clips(model):
+        sums["clip_exchange_bytes"] = sums.get("clip_exchange_bytes", 0.0) + clip.num_bytes
+        sums["clip_exchange_s"] = sums.get("clip_exchange_s", 0.0) + clip.seconds
     return sums | {f"clipped_share.{table}": share for table, share in clipped_shares(model).items()}
+
+
+def column_clips(model: nn.Module) -> list[ColumnClip]:
+    """Returns the clips of column-sharded tables of all collections."""
+    collections = [module for module in model.modules() if isinstance(module, PrefetchesRows)]
+    return [part for collection in collections for _, part in collection._optim.optimizers if isinstance(part, ColumnClip)]
 
 
 def clipped_shares(model: nn.Module) -> dict[str, float]:

@@ -47,6 +47,7 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._is_deferred = is_deferred
         self._num_steps = torch.zeros((), dtype=torch.int64)
         self._summed: RowGradients | None = None
+        self._factors: torch.Tensor | None = None
         by_table: dict[str, list[TableShard]] = {}
         for shard in shards:
             by_table.setdefault(shard.table, []).append(shard)
@@ -66,7 +67,7 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets pending gradients and hands the learning rate over."""
         del set_to_none
-        self._summed = None
+        self._summed = self._factors = None
         if self._group.num_pending:
             self._group.take_pending()
         self.hand_over()
@@ -75,15 +76,15 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
         """Ends a step: applies pending gradients (deferred), counts, and hands the rate over."""
         assert closure is None, "rows have no closure to evaluate"
         self.hand_over()
-        if (summed := self._take_summed()) is not None:
-            self._group.apply(summed)
-        self._summed = None
+        if (summed := self.summed_gradients()) is not None:
+            self._group.apply(summed, self._factors)
+        self._summed = self._factors = None
         self._num_steps += 1
         self.hand_over()
 
     def squared_gradient_norm(self) -> torch.Tensor:
         """Returns the sum of the squares of the gradients that wait for `step`: scalar float64. Not collective."""
-        summed = self._take_summed()
+        summed = self.summed_gradients()
         if summed is None:
             return torch.zeros((), dtype=torch.float64)
         norm: torch.Tensor = torch.linalg.vector_norm(summed.grads, dtype=torch.float64)
@@ -91,15 +92,19 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
 
     def scale_gradients(self, factor: float) -> None:
         """Multiplies the gradients that wait for `step`."""
-        if (summed := self._take_summed()) is not None:
+        if (summed := self.summed_gradients()) is not None:
             summed.grads.mul_(factor)
 
     def take_over(self, gradients: RowGradients) -> None:
         """Has `step` use these gradients, e.g. the mean over replicas, in place of those that wait. Not collective."""
         self._summed = gradients
 
-    def _take_summed(self) -> RowGradients | None:
-        """Takes the gradients of this step over from the rows, where the next backward would add to them."""
+    def scale_rows(self, factors: torch.Tensor) -> None:
+        """Has `step` multiply the gradient of each waiting row, its L2 included, in place of the optimizer's clip: `[U]` float32."""
+        self._factors = factors
+
+    def summed_gradients(self) -> RowGradients | None:
+        """Returns the gradients that wait for `step`, or None; takes them over from the rows, where a backward would add to them."""
         if self._group.num_pending:
             assert self._summed is None, "a backward between looking at the gradients of a step and taking it"
             self._summed = self._group.take_pending()

@@ -10,8 +10,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.sharding.tiered.batches import IdChecks
+from torchrec_kstep.sharding.tiered.column_clip import with_column_clip
 from torchrec_kstep.sharding.tiered.lookups import SEQUENCE_SHARDINGS
-from torchrec_kstep.sharding.tiered.state import PrefetchesRows, TieredState, add_stand_ins, sharding_group
+from torchrec_kstep.sharding.tiered.state import PrefetchesRows, TieredState, add_stand_ins, kernels_of, sharding_group
 from torchrec_kstep.sharding.tiered.tables import TableMaker, check_collection
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL, EmbeddingShardingInfo, KJTList
 from torchrec_kstep.torchrec_seam.sharding import ShardedEmbeddingCollection
@@ -39,6 +40,9 @@ class ShardedTieredEmbeddingCollection(PrefetchesRows, ShardedEmbeddingCollectio
         check_collection(tables, kernels, device, is_weighted=False)
         self._maker = maker
         super().__init__(module, table_name_to_parameter_sharding, env, device=device, **options)
+        self._optim = with_column_clip(
+            self._optim, maker.optimizer.clip, kernels_of(self._lookups), self.module_sharding_plan, sharding_group(env)
+        )
         self._id_checks = IdChecks([table for table in tables if kernels[table.name] == CUSTOMIZED_KERNEL])
 
     @classmethod

@@ -62,6 +62,12 @@ def column_parts(places: Sequence[ShardMetadata]) -> list[int]:
     return sorted({int(place.shard_offsets[1]) for place in places})
 
 
+def ranks_of(places: Sequence[ShardMetadata]) -> list[int]:
+    """Returns the ranks that hold shards of a table, ascending."""
+    ranks = {place.placement.rank() for place in places if place.placement is not None}
+    return sorted(rank for rank in ranks if rank is not None)
+
+
 def shard_name(table: str, place: ShardMetadata, all_places: Sequence[ShardMetadata]) -> str:
     """Names a shard in its row group: as its table, with its columns where these are cut, e.g. `user[8:16]`."""
     if len(column_parts(all_places)) == 1:

@@ -98,6 +98,7 @@ class PrefetchesRows:
     """What sharded collections with tiered tables offer to pipelines that look ahead."""
 
     _lookups: list[Any]  # TorchRec's, in the order of their shardings
+    _optim: Any  # TorchRec's: the optimizers of the tables of this rank
 
     def prefetch_rows(self, dist_input: KJTList, is_same_later: bool = True) -> None:
         """Says that a batch, already sent to the ranks of its rows, will be looked up soon. Not collective; changes no result.

@@ -16,7 +16,7 @@ from torchrec_kstep.sharding.tiered.initial import initial_values
 from torchrec_kstep.sharding.tiered.kernel import TieredBagKernel, TieredKernel, TieredSequenceKernel
 from torchrec_kstep.sharding.tiered.opening import RowsOpener
 from torchrec_kstep.sharding.tiered.optimizer import TieredOptimizer
-from torchrec_kstep.sharding.tiered.shards import TableShard, column_parts, shard_name, shard_of
+from torchrec_kstep.sharding.tiered.shards import TableShard, column_parts, ranks_of, shard_name, shard_of
 from torchrec_kstep.sharding.tiered.shares import StoreShare, TierShares, record_bytes
 from torchrec_kstep.storage.table_ids import table_ids
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL, GroupedEmbeddingConfig, ShardedEmbeddingTable
@@ -102,18 +102,21 @@ class TableMaker:
         )
 
     def _check_columns(self, table: ShardedEmbeddingTable) -> None:
-        """Refuses rules that look at a whole row where a rank holds only some of its columns."""
-        if len(column_parts(table.global_metadata.shards_metadata)) == 1:
+        """Refuses rules that look at a whole row where a rank holds only some of its columns, and updates it before it knows the rest."""
+        places = table.global_metadata.shards_metadata
+        if len(column_parts(places)) == 1:
             return
-        rule = ""
+        where = f"table {table.name!r} is cut by columns (over ranks {', '.join(map(str, ranks_of(places)))})"
         if isinstance(self.optimizer, RowwiseAdagradSpec):
-            rule = "row-wise Adagrad, whose accumulator is the mean over all columns of a row"
-        elif self.optimizer.clip is not None:
-            rule = "CowClip, whose bound is the norm of a whole row"
-        if rule:
             raise ConfigError(
-                f"table {table.name!r} is cut by columns, and its optimizer has {rule}: shard the table by rows or as a whole, or choose "
-                "another optimizer"
+                f"{where}, and its optimizer has row-wise Adagrad, whose accumulator is the mean over all columns of a row: shard the "
+                "table by rows or as a whole, or choose another optimizer"
+            )
+        if self.optimizer.clip is not None and not self.is_deferred:
+            raise ConfigError(
+                f"{where}, and its optimizer has CowClip, whose bound is the norm of a whole row, which ranks add up in "
+                "`optimizer.step()`; rows are updated inside backward here: give the sharder deferred=True, or shard the table by rows or "
+                "as a whole"
             )
 
 
