@@ -28,7 +28,15 @@ from torchrec_kstep.train import build_loop
 from torchrec_kstep.types import Batch
 from torchrec_kstep.world import World
 
-SETTINGS = ("planner=tiered", "model.embedding_dim=10", "model.mlp=[128,64]", "metrics.progress=none", "metrics.tensorboard=false")
+SETTINGS = (
+    "planner=tiered",
+    "optim.clip=cowclip",
+    "optim.embedding_l2=1e-5",
+    "model.embedding_dim=10",
+    "model.mlp=[128,64]",
+    "metrics.progress=none",
+    "metrics.tensorboard=false",
+)
 DATA = ROOT.parent / "shared" / "data" / "ml1m"
 TARGET_STEPS = 400  # of one turn at small batches; large ones take a whole epoch
 

@@ -27,7 +27,7 @@ from benchmarks.bench_row_store import build
 from torchrec_kstep.ops import kernels
 from torchrec_kstep.ops.batch import RowGradients, TableSpec
 from torchrec_kstep.ops.row_group import RowGroup
-from torchrec_kstep.optim_spec import AdamSpec
+from torchrec_kstep.optim_spec import AdamSpec, CowClip
 from torchrec_kstep.units import GIB, MIB
 
 NUM_TABLES = 26
@@ -103,13 +103,13 @@ class Side:
         self.out = None
 
 
-def our_group(setting: Setting) -> RowGroup:
+def our_group(setting: Setting, clip: CowClip | None = None) -> RowGroup:
     """A group whose rows are all materialised, as they are once training has run for a while."""
     tables = [
         TableSpec(f"t{table}", setting.num_rows, setting.dim, table, init="uniform", init_a=-0.01, init_b=0.01)
         for table in range(NUM_TABLES)
     ]
-    group = RowGroup.in_dram(tables, AdamSpec(lr=LR))
+    group = RowGroup.in_dram(tables, AdamSpec(lr=LR, clip=clip))
     group.set_step(LR, 1)
     rows = torch.arange(setting.num_rows)
     for table in range(NUM_TABLES):
