@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks._harness import ROOT, Harness, Spread
-from benchmarks.hosts import HostsError, hosts, why_unavailable
+from benchmarks.hosts import BURST, HostsError, hosts, why_unavailable
 from benchmarks.reality_rank import Case
 from torchrec_kstep.calibrate import calibrated
 from torchrec_kstep.cost import Coefficients
@@ -35,7 +35,7 @@ from torchrec_kstep.cost.calibration import calibration_file
 from torchrec_kstep.cost.fit import Observation
 from torchrec_kstep.planner.forecast import observation, read_comparison
 from torchrec_kstep.topology import ClusterTopology, Link, Network, Nic, load_topology, topology_text
-from torchrec_kstep.units import parse_bandwidth
+from torchrec_kstep.units import parse_bandwidth, parse_bytes
 
 PROBE_S = 24
 DEADLINE_S = 900.0
@@ -190,6 +190,8 @@ class Bench:
             _run([*_torchrun(layout.ranks_per_host), *command])
         else:
             with hosts(layout.num_hosts, layout.ranks_per_host, layout.link) as cluster:
+                for host in range(layout.num_hosts):  # BBR takes the bursts of a token bucket for its rate, and then waits for what it lost
+                    cluster.execute(host, ["sysctl", "-q", "-w", "net.ipv4.tcp_congestion_control=cubic"])
                 cluster.run(command, deadline_s=DEADLINE_S)
 
     def is_done(self, one: Case) -> bool:
@@ -223,7 +225,8 @@ def divided(machine: ClusterTopology, layout: Layout) -> ClusterTopology:
         )
         for node in host.numa_nodes
     )
-    nic = Nic("nic0", parse_bandwidth(f"{layout.link.removesuffix('bit').upper()}bit/s"), "eth0")
+    rate = parse_bandwidth(f"{layout.link.removesuffix('bit').upper()}bit/s")
+    nic = Nic("nic0", rate, "eth0", parse_bytes(BURST.upper().replace("KB", "KiB")))  # tc's kb are KiB
     links = tuple(link for link in host.links if not any(end.startswith("nic") for end in link.ends))
     host = replace(host, numa_nodes=nodes, nics=(nic,), links=(*links, Link((nodes[0].name, "nic0"), 2e10, 1.0)))
     return replace(machine, hosts=(host,), network=Network(50.0, 1.0)).with_hosts(layout.num_hosts)
@@ -251,16 +254,16 @@ def is_for_fitting(names: Sequence[str]) -> list[bool]:
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     """Spearman's."""
     ranks = np.array([np.argsort(np.argsort(values)) for values in (a, b)], dtype=np.float64)
-    return float(np.corrcoef(ranks)[0, 1])
+    return float(np.asarray(np.corrcoef(ranks))[0, 1])
 
 
-def judge(run: Harness, bench: Bench, wanted: Sequence[tuple[Layout, Case]]) -> None:
-    """Calibrates on one half and predicts the other."""
+def judge(run: Harness, bench: Bench, wanted: Sequence[tuple[Layout, Case]], layouts: Sequence[Layout] = ()) -> None:
+    """Calibrates on one half, for all layouts that will be planned for, and predicts the other."""
     observations = bench.observations(wanted)
     chosen = is_for_fitting([one.name for one in observations])
     fitted = [one for one, is_chosen in zip(observations, chosen, strict=True) if is_chosen]
     made = calibrated(fitted, bench.machine)
-    for layout in dict.fromkeys(layout for layout, _ in wanted):
+    for layout in dict.fromkeys([*(layout for layout, _ in wanted), *layouts]):
         file = bench.topology_file(layout)
         replace(made, cores=load_topology(file).cores_fingerprint).write(calibration_file(file))
     with (bench.work / "results.jsonl").open("w", encoding="utf-8") as lines:
@@ -327,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
         bench.run(wanted)
         done = [one for one in wanted if bench.is_done(one[1])]
         run.record({"op": "reality", "configurations": len(wanted)}, "measured", "1", float(len(done)))
-        judge(run, bench, done)
+        judge(run, bench, done, [layout for layout, _ in versus])
         bench.run(versus)
         if pairs_done := [one for one in versus if bench.is_done(one[1])]:
             judge_pairs(run, bench, pairs_done)

@@ -37,7 +37,7 @@ from torchrec_kstep.train import build_loop
 from torchrec_kstep.types import Batch, FeatureSchema, SparseFeature, Split
 from torchrec_kstep.world import World
 
-POOL_IDS = 1 << 20
+POOL_IDS = 1 << 21
 NUM_DENSE = 13
 TIMEOUT = timedelta(seconds=120)
 WARMUP_STEPS, MIN_INTERVALS = 16, 6

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchrec_kstep._version import __version__
 from torchrec_kstep.errors import KStepError
-from torchrec_kstep.probing import measure_drive, measure_exchange, measure_memory
+from torchrec_kstep.probing import measure_burst, measure_drive, measure_exchange, measure_memory
 from torchrec_kstep.topology import ClusterTopology, Exchange, NumaNode, this_machine, topology_text
 from torchrec_kstep.topology.local import cores_of
 from torchrec_kstep.units import MIB, format_bandwidth, parse_bytes
@@ -70,10 +70,12 @@ def _probe(args: argparse.Namespace, world: World) -> int:
             assumed += notes
         host = replace(host, numa_nodes=tuple(nodes), drives=tuple(drives))
     if world.world_size > 1:
-        exchange, nic_bytes_per_s = _exchange(world, share_s, tell)
+        exchange, nic_bytes_per_s, burst_bytes = _exchange(world, share_s, tell)
         host = replace(host, exchange=exchange)
         if nic_bytes_per_s:
-            host = replace(host, nics=tuple(replace(nic, bandwidth_bytes_per_s=nic_bytes_per_s / len(host.nics)) for nic in host.nics))
+            num = len(host.nics)
+            nics = tuple(replace(nic, bandwidth_bytes_per_s=nic_bytes_per_s / num, burst_bytes=burst_bytes / num) for nic in host.nics)
+            host = replace(host, nics=nics)
             assumed = [text for text in assumed if "Gbit/s" not in text]
     else:
         assumed.append("exchange between ranks: bandwidth and latency, because the probe ran without torchrun")
@@ -96,8 +98,8 @@ def _measured_node(node: NumaNode, seconds: float, memory_bytes: int) -> NumaNod
     return replace(node, bandwidth_bytes_per_s=speed.stream_bytes_per_s, gather_bytes_per_s=speed.gather_bytes_per_s)
 
 
-def _exchange(world: World, seconds: float, tell: Callable[[str], None]) -> tuple[Exchange, float]:
-    """Exchange among the ranks of the first host, and bytes per second between hosts (0 for one host). Collective."""
+def _exchange(world: World, seconds: float, tell: Callable[[str], None]) -> tuple[Exchange, float, float]:
+    """Exchange among the ranks of the first host; bytes per second and of a burst between hosts (0 for one host). Collective."""
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     size = world.local_world_size
     own = [dist.new_group(list(range(first, first + size)), timeout=_TIMEOUT) for first in range(0, world.world_size, size)]
@@ -108,12 +110,13 @@ def _exchange(world: World, seconds: float, tell: Callable[[str], None]) -> tupl
     if size > 1:
         tell(f"exchange among {size} ranks of a host")
         exchange = measure_exchange(own[world.host], range(size), seconds / 2)
-    nic_bytes_per_s = 0.0
+    nic_bytes_per_s = burst_bytes = 0.0
     if between is not None and world.local_rank == 0:
         tell(f"exchange among {world.num_hosts} hosts")
-        nic_bytes_per_s = measure_exchange(between, firsts, seconds / 2).bandwidth_bytes_per_s
+        steady = measure_exchange(between, firsts, seconds / 4)
+        nic_bytes_per_s, burst_bytes = steady.bandwidth_bytes_per_s, measure_burst(between, firsts, steady, seconds / 4)
     dist.barrier()
-    return exchange, nic_bytes_per_s
+    return exchange, nic_bytes_per_s, burst_bytes
 
 
 def _comment(when: str) -> str:

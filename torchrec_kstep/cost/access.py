@@ -7,6 +7,8 @@ import numpy.typing as npt
 
 _NUM_EXACT_RANKS = 64  # the most frequent rows, each a bin of its own
 _BINS_PER_DECADE = 24
+_OFTEN = 8  # times that a row of a trace was met, from which on its count tells its probability
+_STEEPEST = 16.0  # exponent of the law behind the rows that a trace met often
 _EXPONENTS = [index / 20 for index in range(41)]  # Zipf exponents tried in a fit
 
 Floats = npt.NDArray[np.float64]
@@ -35,33 +37,31 @@ class AccessCurve:
         """
         if exponent == 0.0:
             return cls(np.array([float(num_rows)]), np.array([1.0 / num_rows]))
+        edges = _rank_edges(1, num_rows)
+        mass, sizes = _power_mass(edges, exponent), np.diff(edges)
         num_exact = min(num_rows, _NUM_EXACT_RANKS)
-        edges = np.arange(num_exact + 1, dtype=np.float64) + 0.5
-        if num_rows > num_exact:
-            num_bins = max(1, math.ceil(_BINS_PER_DECADE * math.log10(num_rows / num_exact)))
-            edges = np.concatenate([edges, np.geomspace(num_exact + 0.5, num_rows + 0.5, num_bins + 1)[1:]])
-        integral = np.log(edges) if exponent == 1.0 else edges ** (1 - exponent) / (1 - exponent)
-        mass = np.diff(integral)
-        sizes = np.diff(edges)
         mass[:num_exact] = np.arange(1, num_exact + 1, dtype=np.float64) ** -exponent
         return cls(sizes, mass / mass.sum() / sizes)
 
     @classmethod
     def from_ids(cls, ids: npt.NDArray[np.int64], num_rows: int) -> "AccessCurve":
-        """The curve of a trace: rows that were asked for equally often share a bin.
+        """The curve of a trace: rows that were met often are as probable as they were frequent.
 
-        Rows never seen share the mass that Good and Turing give to the unseen: the part of the draws that met a row once.
+        Counts of the others say little of single rows: of a thousand rows as rare as each other a trace meets some twice and most never.
+        So they and the rows never met follow a power law over their ranks, steep enough that a trace of this length is expected to meet
+        as many different rows as this one did.
         """
         _, counts = np.unique(ids, return_counts=True)
-        values, rows = np.unique(counts, return_counts=True)
-        num_draws, num_unseen = float(ids.size), float(num_rows - counts.size)
-        unseen = float(rows[0]) / num_draws if values.size and values[0] == 1 and num_unseen > 0 else 0.0
-        unseen = min(unseen, 0.99)
-        num_in_bin = rows.astype(np.float64)
-        mass = values * num_in_bin / num_draws * (1 - unseen)
-        if unseen:
-            num_in_bin, mass = np.append(num_in_bin, num_unseen), np.append(mass, unseen)
-        return cls(num_in_bin, mass / num_in_bin)
+        often = counts[counts >= _OFTEN]
+        values, rows = np.unique(often, return_counts=True)
+        num_draws, num_rare_met = float(ids.size), counts.size - often.size
+        num_in_bin, probability = rows.astype(np.float64), values / num_draws
+        if num_rare_met:
+            edges = _rank_edges(often.size + 1, num_rows)
+            mass = float(ids.size - often.sum()) / num_draws
+            sizes, rare = np.diff(edges), _rare_probability(edges, mass, num_draws, float(num_rare_met))
+            num_in_bin, probability = np.concatenate([num_in_bin, sizes]), np.concatenate([probability, rare])
+        return cls(num_in_bin, probability)
 
     @classmethod
     def fit_zipf(cls, ids: npt.NDArray[np.int64], num_rows: int) -> tuple["AccessCurve", float]:
@@ -114,8 +114,7 @@ class AccessCurve:
 
     def _met(self, num_draws: float) -> Floats:
         """Probability that one row of each bin is met in so many draws."""
-        chance: Floats = -np.expm1(num_draws * np.log1p(-np.minimum(self.probability, 1 - 1e-12)))
-        return chance
+        return _met(self.probability, num_draws)
 
     def _window(self, cached_rows: float) -> float:
         """Draws in which `cached_rows` different rows are met, by bisection in log scale."""
@@ -134,3 +133,44 @@ class AccessCurve:
                 break
         self._windows[cached_rows] = high
         return high
+
+
+def _met(probability: Floats, num_draws: float) -> Floats:
+    """Probability that a row is met in so many draws."""
+    chance: Floats = -np.expm1(num_draws * np.log1p(-np.minimum(probability, 1 - 1e-12)))
+    return chance
+
+
+def _rank_edges(first: int, last: int) -> Floats:
+    """Edges of bins over the ranks from `first` to `last`: the first ones alone, then bins whose ranks differ by 10 %."""
+    num_exact = min(last - first + 1, _NUM_EXACT_RANKS)
+    behind = first + num_exact
+    edges = np.arange(first, behind + 1, dtype=np.float64) - 0.5
+    if behind <= last:
+        num_bins = max(1, math.ceil(_BINS_PER_DECADE * math.log10(last / (behind - 1))))
+        edges = np.concatenate([edges, np.geomspace(behind - 0.5, last + 0.5, num_bins + 1)[1:]])
+    return edges
+
+
+def _power_mass(edges: Floats, exponent: float) -> Floats:
+    """The integral of x^-exponent over each bin."""
+    integral = np.log(edges) if exponent == 1.0 else edges ** (1 - exponent) / (1 - exponent)
+    mass: Floats = np.diff(integral)
+    return mass
+
+
+def _rare_probability(edges: Floats, mass: float, num_draws: float, num_met: float) -> Floats:
+    """Probability of one row of each bin under the power law of `mass` whose rows are expected to be met `num_met` at a time."""
+    sizes = np.diff(edges)
+
+    def law(exponent: float) -> Floats:
+        shares = _power_mass(edges / edges[0], exponent)
+        probability: Floats = mass * shares / shares.sum() / sizes
+        return probability
+
+    low, high = 0.0, _STEEPEST  # the steeper, the fewer different rows are met
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        is_flat = float((sizes * _met(law(middle), num_draws)).sum()) > num_met
+        low, high = (middle, high) if is_flat else (low, middle)
+    return law(low)

@@ -9,7 +9,7 @@ from torchrec_kstep.cost.coefficients import Coefficients
 from torchrec_kstep.errors import TopologyError
 from torchrec_kstep.topology import ClusterTopology
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".calibration.json"
 
 
@@ -68,11 +68,12 @@ def read_calibration(file: Path, topology: ClusterTopology) -> Calibration:
     again = f"calibrate anew (python -m torchrec_kstep.calibrate), or delete {file}"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        if values["format"] != FORMAT:
-            raise TopologyError(f"{file}: a calibration of another format than {FORMAT}: {again}")
+        fault = "" if values["format"] == FORMAT else f"a calibration of another format than {FORMAT}"
         numbers = {str(name): float(value) for name, value in values["coefficients"].items()}
         if any(not 0 <= value < float("inf") for value in numbers.values()):
-            raise TopologyError(f"{file}: a coefficient is negative or not finite: {again}")
+            fault = fault or "a coefficient is negative or not finite"
+        if fault:
+            raise TopologyError(f"{file}: {fault}: {again}")
         found = Calibration(
             Coefficients(**numbers),
             float(values["median_error"]),
@@ -83,6 +84,8 @@ def read_calibration(file: Path, topology: ClusterTopology) -> Calibration:
         )
     except (OSError, UnicodeDecodeError) as error:
         raise TopologyError(f"{file}: cannot be read: {error}") from error
+    except TopologyError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise TopologyError(f"{file}: not a calibration: {type(error).__name__}: {error}; {again}") from error
     if found.cores != topology.cores_fingerprint:

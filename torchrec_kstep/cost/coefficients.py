@@ -6,15 +6,19 @@ from dataclasses import dataclass, fields, replace
 # What `calibrate` fits for ranks on cores. Phases are linear in each of them.
 FITTED = (
     "step_s",
+    "feature_s",
     "sample_s",
     "flop_s",
+    "activation_s",
     "parameter_s",
     "optimizer_s",
     "lookup_id_s",
     "update_row_s",
+    "cached_byte_s",
     "pooled_byte_s",
     "core_shard_s",
     "collective_s",
+    "turn_s",
     "cache_row_s",
     "admit_row_s",
     "tier_row_s",
@@ -31,20 +35,24 @@ FACTORS = ("memory_factor", "exchange_factor", "drive_factor")  # without a unit
 class Coefficients:
     """Times of the software, and how far a prediction is trusted.
 
-    The defaults were measured with this package's kernels on one core of a 2.6 GHz server CPU, December 2026. Times of cores are
-    those of a core that a rank has for itself; where ranks share cores they take as much longer.
+    The defaults were measured with this package on one core of a virtual server (Intel Xeon with AVX-512), December 2026. Times of
+    cores are those of a core that a rank has for itself; where ranks share cores they take as much longer.
 
     Attributes:
         step_s: of every step on cores: Python, the pipeline, autograd.
+        feature_s: per sparse feature in every step, wherever its table lies, on cores: views, copies, autograd.
         sample_s: per row of data of a rank, on cores: copies, features, loss.
         flop_s: per operation of dense layers on a core.
+        activation_s: per value that goes into or comes out of a dense layer, on a core: memory, activations, interactions.
         parameter_s: per dense parameter on a core: its optimizer.
         optimizer_s: of every step of the dense optimizer on cores, besides.
         lookup_id_s: per id looked up on a core, memory not counted: hashing, bags, pooling.
         update_row_s: per different row updated on a core, memory not counted.
+        cached_byte_s: per byte of rows pooled, and of gradients handed out, on a core: rows that come again are in its caches.
         pooled_byte_s: per byte of pooled rows, made or read back as gradient, on a core: copies before and after exchanges.
         core_shard_s: per shard of a table on a core: splitting, concatenating, autograd.
         collective_s: per exchange, besides the latency of the way.
+        turn_s: per exchange and rank more than one on a core: a rank that others wait for waits itself until the core is given to it.
         cache_row_s: per different row that is looked up through a cache over a drive, on the cores that compute.
         admit_row_s: per row brought up from a drive, on the cores that compute.
         tier_row_s: per row read from and written to a drive, in the threads of the store: submission, index, eviction.
@@ -61,23 +69,27 @@ class Coefficients:
         declared_error: the same where the machine's numbers come from a data sheet.
     """
 
-    step_s: float = 3e-3
-    sample_s: float = 0.5e-6
-    flop_s: float = 1 / 30e9
-    parameter_s: float = 1e-9
-    optimizer_s: float = 0.3e-3
-    lookup_id_s: float = 40e-9
-    update_row_s: float = 60e-9
-    pooled_byte_s: float = 0.2e-9
-    core_shard_s: float = 30e-6
-    collective_s: float = 100e-6
+    step_s: float = 4e-3
+    feature_s: float = 100e-6
+    sample_s: float = 0.3e-6
+    flop_s: float = 1 / 80e9
+    activation_s: float = 4e-9
+    parameter_s: float = 1.5e-9
+    optimizer_s: float = 0.6e-3
+    lookup_id_s: float = 60e-9
+    update_row_s: float = 100e-9
+    cached_byte_s: float = 0.2e-9
+    pooled_byte_s: float = 0.4e-9
+    core_shard_s: float = 50e-6
+    collective_s: float = 400e-6
+    turn_s: float = 2e-3
     cache_row_s: float = 0.2e-6
     admit_row_s: float = 0.3e-6
     tier_row_s: float = 1.5e-6
     merge_row_s: float = 1e-6
     merge_round_s: float = 2e-3
-    memory_factor: float = 1.0
-    exchange_factor: float = 1.0
+    memory_factor: float = 2.0
+    exchange_factor: float = 2.0
     drive_factor: float = 1.0
     device_shard_s: float = 4e-6
     device_collective_s: float = 20e-6
@@ -88,8 +100,8 @@ class Coefficients:
     @classmethod
     def zero(cls) -> "Coefficients":
         """Software that takes no time: the machine alone."""
-        times = [name for name in FITTED if name not in FACTORS]
-        return cls(**dict.fromkeys(times, 0.0), device_shard_s=0.0, device_collective_s=0.0)
+        values = {name: 1.0 if name in FACTORS else 0.0 for name in FITTED}
+        return cls(**values, device_shard_s=0.0, device_collective_s=0.0)
 
     def having(self, values: Mapping[str, float]) -> "Coefficients":
         """Returns these with some of them replaced."""

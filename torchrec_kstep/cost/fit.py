@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_kstep.cost.coefficients import FACTORS, FITTED, Coefficients
-from torchrec_kstep.cost.machine import TIERS, Machine, Matrix
+from torchrec_kstep.cost.machine import BESIDE, TIERS, Machine, Matrix
 from torchrec_kstep.cost.price import StepTime, price
 from torchrec_kstep.cost.work import StepSetup, Vector
 from torchrec_kstep.topology import ClusterTopology
 
 OPTIMIZER_PHASES = ("optimizer", "merge")
 _HUBER = 0.15  # part of a step
-_PULL = 1e-3  # weight of the start, against a run that is off by the whole step
+_PULL = 1e-2  # weight of the start, against a run that is off by the whole step; of 3e-4 .. 1e-1 best at predicting runs left out
 _ROUNDS = 40
 COVERAGE = 0.9  # part of the runs that the fitted error bar covers
 
@@ -133,10 +133,10 @@ class _Linear:
         for name, (at_zero, slopes) in self.phases.items():
             busiest = int((at_zero + slopes @ values).argmax())
             found[name] = (float(at_zero[busiest]), slopes[busiest])
-        chain = _added([found[name] for name in found if name != TIERS])
+        is_beside = {name: name in BESIDE and (self.prefetch or name != TIERS) for name in found}
+        chain = _added([found[name] for name in found if not is_beside[name]])
         optimizer = _added([found[name] for name in OPTIMIZER_PHASES])
-        tiers = found[TIERS]
-        parts = [chain, tiers] if self.prefetch else [_added([chain, tiers])]
+        parts = [chain, *(found[name] for name in found if is_beside[name])]
         step = max(parts, key=lambda part: part[0] + float(part[1] @ values))
         return [
             (step[1] / self.step_s, (self.step_s - step[0]) / self.step_s),

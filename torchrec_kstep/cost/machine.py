@@ -3,6 +3,8 @@
 A step is a chain of phases that end together on all ranks, because each exchange waits for the slowest: the loop itself, ids, lookup,
 outputs, dense layers, gradients, update, all-reduce, dense optimizer, merge round. A phase takes as long as its busiest resource: a
 rank, a memory, one direction of a link. Drives and the way between DRAM and devices work beside the chain where rows come up ahead.
+A shaped card passes bursts at the speed of the wire, so that it slows an exchange by what exceeds its burst; beside the chain stands
+what it keeps up, because bursts gather no faster.
 
 Replicas carry one plan, so quantities are those of the ranks of one replica, and resources those of all.
 """
@@ -21,7 +23,8 @@ from torchrec_kstep.topology.routes import Edge, RankSite, latency_us
 
 Matrix = npt.NDArray[np.float64]
 RESERVED_SHARE = 0.15  # of DRAM and device memory: dense parameters, activations, batches ahead
-TIERS = "tiers"
+TIERS, LINKS = "tiers", "links"
+BESIDE = (TIERS, LINKS)  # phases that run beside the chain of the others
 GLOO_REDUCE_SCATTER_SENDS = 2.0  # counted at the interface: gloo sums whole tensors on every rank, NCCL sends each part once
 
 
@@ -84,7 +87,7 @@ class Machine:
         local_world_size: ranks of one replica on one host.
         on_device: whether ranks compute on devices.
         is_measured: whether the topology was measured.
-        phases: in the order of a step; the one named `TIERS` works beside the others where `prefetch`.
+        phases: in the order of a step; those of `BESIDE` work beside the others, `TIERS` where `prefetch` only.
         pools: memory.
         prefetch: as in `StepSetup`.
         coefficients: of the software.
@@ -173,6 +176,7 @@ class _Load:
         self._num_ranks, self._keeps_all = num_ranks, keeps_all
         self._columns: dict[str, Matrix] = {}
         self._base: dict[str, float] = {}
+        self._bursts: dict[str, float] = {}
 
     def add(self, resource: str, rank: int, quantity: str, seconds: float) -> None:
         """One unit of `quantity` on `rank` of any replica keeps `resource` busy for so long."""
@@ -182,18 +186,28 @@ class _Load:
     def add_path(self, path: Sequence[Edge], rank: int, quantity: str, units: float = 1.0) -> None:
         for edge in path:
             self.add(edge.name, rank, quantity, units / edge.bandwidth_bytes_per_s)
+            self._bursts[edge.name] = edge.burst_s
 
     def add_base(self, path: Sequence[Edge], num_bytes: float) -> None:
         for edge in path:
             self._columns.setdefault(edge.name, np.zeros((self._num_ranks, len(QUANTITIES))))
             self._base[edge.name] = self._base.get(edge.name, 0.0) + num_bytes / edge.bandwidth_bytes_per_s
+            self._bursts[edge.name] = edge.burst_s
 
-    def phase(self, name: str, fixed_s: float = 0.0) -> Phase:
+    def shaped(self, other: "_Load") -> None:
+        """Adds what another load asks of cards with bursts."""
+        for name, burst_s in other._bursts.items():
+            if burst_s:
+                self._columns[name] = self._columns.get(name, 0.0) + other._columns[name]
+                self._base[name] = self._base.get(name, 0.0) + other._base.get(name, 0.0)
+
+    def phase(self, name: str, fixed_s: float = 0.0, bursts: float = 1.0) -> Phase:
+        """`bursts`: that each shaped card has gathered for this phase."""
         names = list(self._columns)
         if not names:
             return Phase(name, (), (), np.zeros((self._num_ranks, 0, 0)), np.zeros(0), fixed_s)
         columns = np.stack([self._columns[resource] for resource in names], axis=-1)
-        base = np.array([self._base.get(resource, 0.0) for resource in names])
+        base = np.array([self._base.get(resource, 0.0) - bursts * self._bursts.get(resource, 0.0) for resource in names])
         if self._keeps_all:
             return Phase(name, tuple(names), tuple(range(len(QUANTITIES))), columns, base, fixed_s)
         used = tuple(np.flatnonzero(columns.any(axis=(0, 2))).tolist())
@@ -230,6 +244,7 @@ class _Builder:
         self._on_device = bool(self._hosts[0].devices)
         self._numa = {f"{host.name}/{node.name}": node for host in self._hosts for node in host.numa_nodes}
         self._devices = {f"{host.name}/{device.name}": device for host in self._hosts for device in host.devices}
+        self._sustained, self._has_bursts = self._load(), any(nic.burst_bytes for host in self._hosts for nic in host.nics)
         self._rank_nodes = {site.node for site in routes.sites}
         self._ranks_on_numa: dict[str, int] = {}
         for site in routes.sites:
@@ -245,13 +260,15 @@ class _Builder:
         }
         summed = {} if self._on_device else dict.fromkeys(("summed_output_bytes", "host_output_bytes"), GLOO_REDUCE_SCATTER_SENDS)
         own = self.coefficients
-        return [
-            self._load().phase("loop", self._on_cores_s(own.step_s + own.sample_s * self.setup.batch_size)),
+        loop_s = own.step_s + own.feature_s * self.setup.num_features + own.sample_s * self.setup.batch_size
+        phases = [
+            self._load().phase("loop", self._on_cores_s(loop_s)),
             self._exchange("ids", {"id_bytes": self._group}, towards_owner=True),
             self._compute(
                 "lookup",
                 {"lookup_ids": own.lookup_id_s, "pooled_bytes": own.pooled_byte_s, "cache_rows": own.cache_row_s},
-                "lookup_bytes",
+                "distinct_bytes",
+                ("lookup_bytes",),
             ),
             self._exchange("outputs", outputs, towards_owner=False, sends=summed),
             self._load().phase("dense", self._dense_s()),
@@ -260,12 +277,14 @@ class _Builder:
                 "update",
                 {"update_rows": own.update_row_s, "pooled_bytes": own.pooled_byte_s, "tier_rows": own.admit_row_s},
                 "update_bytes",
+                ("update_bytes", "lookup_bytes"),
             ),
             self._all_reduce(),
             self._load().phase("optimizer", self._on_cores_s(own.optimizer_s + own.parameter_s * self.setup.dense_parameters)),
             self._merge(),
             self._tiers(),
         ]
+        return [*phases, self._sustained.phase(LINKS)] if self._has_bursts else phases
 
     def _load(self) -> _Load:
         return _Load(self.setup.world_size, self._keeps_all)
@@ -329,13 +348,15 @@ class _Builder:
                     for edge in path:
                         crossed[edge.name] = (edge, crossed.get(edge.name, (edge, 0))[1] + 1)
                 for edge, times in crossed.values():
-                    load.add(edge.name, site.rank, quantity, times * (sends or {}).get(quantity, 1.0) * self._byte_s(edge))
+                    units = times * (sends or {}).get(quantity, 1.0) * self._exchange_factor(edge)
+                    load.add_path([edge], site.rank, quantity, units)
+        self._sustained.shaped(load)
         return load.phase(name, self._collective_s(latency))
 
-    def _byte_s(self, edge: Edge) -> float:
-        """Seconds of a byte on an edge; those by which ranks on cores hang on their NUMA node are the library's, not the machine's."""
+    def _exchange_factor(self, edge: Edge) -> float:
+        """How much longer bytes take; edges by which ranks on cores hang on their NUMA node are the library's, not the machine's."""
         is_own = not self._on_device and not self._rank_nodes.isdisjoint(edge.name.split(">"))
-        return (self.coefficients.exchange_factor if is_own else 1.0) / edge.bandwidth_bytes_per_s
+        return self.coefficients.exchange_factor if is_own else 1.0
 
     def _slowdown(self, site: RankSite) -> float:
         """How much longer a rank's own work takes because ranks share cores."""
@@ -347,30 +368,45 @@ class _Builder:
     def _collective_s(self, latency_us: float, num_ranks: int | None = None) -> float:
         if (num_ranks or self.setup.world_size) == 1:
             return 0.0
-        own = self.coefficients.device_collective_s if self._on_device else self._on_cores_s(self.coefficients.collective_s)
+        ranks_per_core = max(map(self._slowdown, self.routes.sites))
+        own = self._on_cores_s(self.coefficients.collective_s) + self.coefficients.turn_s * (ranks_per_core - 1)
+        if self._on_device:
+            own = self.coefficients.device_collective_s
         exchange_us = 0.0 if self._on_device else max(host.exchange.latency_us for host in self._hosts)
         return own + (latency_us + exchange_us) * 1e-6
 
     def _threads_of(self, numa: str) -> float:
         return min(self._threads, self._numa[numa].num_cores / self._ranks_on_numa[numa])
 
-    def _compute(self, name: str, per_unit_s: Mapping[str, float], bytes_quantity: str) -> Phase:
+    def _add_cores(self, load: _Load, site: RankSite, quantity: str, seconds: float, threads: float) -> None:
+        """`seconds` of one core per unit: a rank alone spreads them over its threads; ranks that want more cores than there are share them.
+
+        A rank with little to do leaves its share of the cores to the others, so that then the sum counts and not the largest part alone.
+        """
+        num_cores = self._numa[site.numa].num_cores
+        load.add(f"cores of {site.node}", site.rank, quantity, seconds / min(threads, num_cores))
+        if self._ranks_on_numa[site.numa] * threads > num_cores:
+            load.add(f"cores of {site.numa}", site.rank, quantity, seconds / num_cores)
+
+    def _compute(self, name: str, per_unit_s: Mapping[str, float], memory_quantity: str, device_quantities: Sequence[str]) -> Phase:
+        """Work of ranks: on cores some time per unit, and memory; on devices the bytes of some quantities."""
         load = self._load()
+        own = self.coefficients
         for site in self.routes.sites:
             if site.device:
                 device = self._devices[site.node]
-                rate = device.gather_bytes_per_s if bytes_quantity == "lookup_bytes" else device.bandwidth_bytes_per_s
-                load.add(f"compute of {site.node}", site.rank, bytes_quantity, 1 / rate)
-                load.add(f"compute of {site.node}", site.rank, "shards", self.coefficients.device_shard_s)
+                rate = device.gather_bytes_per_s if memory_quantity == "distinct_bytes" else device.bandwidth_bytes_per_s
+                for quantity in device_quantities:
+                    load.add(f"compute of {site.node}", site.rank, quantity, 1 / rate)
+                load.add(f"compute of {site.node}", site.rank, "shards", own.device_shard_s)
                 continue
-            node, threads = self._numa[site.numa], self._threads_of(site.numa)
+            node = self._numa[site.numa]
             for quantity, seconds in per_unit_s.items():
-                load.add(f"cores of {site.node}", site.rank, quantity, seconds / threads)
-            load.add(
-                f"cores of {site.node}", site.rank, bytes_quantity, self.coefficients.memory_factor / (node.gather_bytes_per_s * threads)
-            )
-            load.add(f"cores of {site.node}", site.rank, "shards", self.coefficients.core_shard_s * self._slowdown(site))
-            load.add(f"memory of {site.numa}", site.rank, bytes_quantity, 1 / node.bandwidth_bytes_per_s)
+                self._add_cores(load, site, quantity, seconds, self._threads)
+            self._add_cores(load, site, "lookup_bytes", own.cached_byte_s, self._threads)
+            self._add_cores(load, site, memory_quantity, own.memory_factor / node.gather_bytes_per_s, self._threads)
+            self._add_cores(load, site, "shards", own.core_shard_s, 1.0)
+            load.add(f"memory of {site.numa}", site.rank, memory_quantity, 1 / node.bandwidth_bytes_per_s)
         return load.phase(name)
 
     def _dense_s(self) -> float:
@@ -378,7 +414,8 @@ class _Builder:
         if self._on_device:
             return flops / self.coefficients.device_flops_per_s
         threads = min(self._threads_of(site.numa) for site in self.routes.sites)
-        return flops * self.coefficients.flop_s / threads
+        activations = self.setup.activations_per_sample * self.setup.batch_size
+        return (flops * self.coefficients.flop_s + activations * self.coefficients.activation_s) / threads
 
     def _all_reduce(self) -> Phase:
         """A ring over the ranks of a replica: each byte leaves every rank 2 (W - 1) / W times."""
@@ -393,6 +430,7 @@ class _Builder:
                 latency = max(latency, latency_us(path))
                 load.add_path(path, site.rank, "all_reduce_bytes", times)
                 load.add_base(path, times * self.setup.dense_parameters * VALUE_BYTES)
+        self._sustained.shaped(load)
         return load.phase("all_reduce", self._collective_s(latency) if size > 1 and self.setup.dense_parameters else 0.0)
 
     def _merge(self) -> Phase:
@@ -412,8 +450,9 @@ class _Builder:
             cores = f"cores of {site.node}"
             if site.rank < self.setup.world_size:  # each replica has cores of its own
                 load.add(cores, site.rank, "merge_rows", self.coefficients.merge_row_s / self._threads_of(site.numa))
+        self._sustained.shaped(load)
         rounds_s = self._on_cores_s(self.coefficients.merge_round_s) + 2 * self._collective_s(latency, replicas)
-        return load.phase("merge", rounds_s / k)
+        return load.phase("merge", rounds_s / k, bursts=1 / k)
 
     def _tiers(self) -> Phase:
         load = self._load()

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from torchrec_kstep.cost.machine import TIERS, Machine, Matrix
+from torchrec_kstep.cost.machine import BESIDE, TIERS, Machine, Matrix
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,23 @@ class StepTime:
 def price(machine: Machine, work: Matrix) -> StepTime:
     """Prices the quantities of all ranks, `[ranks, QUANTITIES]`."""
     chain: list[PhaseTime] = []
-    tiers = PhaseTime(TIERS, 0.0, "")
+    beside: list[PhaseTime] = []
     for phase in machine.phases:
         loads = phase.loads_s(work)
         busiest = int(loads.argmax()) if loads.size else -1
-        seconds = phase.fixed_s + (float(loads[busiest]) if loads.size else 0.0)
-        time = PhaseTime(phase.name, seconds, phase.resources[busiest] if loads.size and loads[busiest] > 0 else "")
-        if phase.name == TIERS:
-            tiers = time
-        else:
-            chain.append(time)
+        is_busy = bool(loads.size and loads[busiest] > 0)
+        seconds = phase.fixed_s + (float(loads[busiest]) if is_busy else 0.0)
+        time = PhaseTime(phase.name, seconds, phase.resources[busiest] if is_busy else "")
+        is_beside = phase.name in BESIDE and (machine.prefetch or phase.name != TIERS)
+        (beside if is_beside else chain).append(time)
     chain_s = sum(time.seconds for time in chain)
-    if machine.prefetch and tiers.seconds > chain_s:
-        # The chain runs inside the time of the tiers; what is left is the wait for them.
-        waiting = PhaseTime(TIERS, tiers.seconds - chain_s, tiers.bottleneck)
-    else:
-        waiting = PhaseTime(TIERS, tiers.seconds, tiers.bottleneck, is_hidden=machine.prefetch)
-    phases = (*chain, waiting)
+    longest = max(beside, key=lambda time: time.seconds, default=None)
+    # Where the chain runs inside the longest of the others, what is left of that is the wait for it.
+    waits = [
+        replace(time, seconds=time.seconds - chain_s) if time is longest and time.seconds > chain_s else replace(time, is_hidden=True)
+        for time in beside
+    ]
+    phases = (*chain, *waits)
     seconds = sum(time.seconds for time in phases if not time.is_hidden)
     relative = machine.coefficients.measured_error if machine.is_measured else machine.coefficients.declared_error
     step = StepTime(seconds, 0.0, phases)

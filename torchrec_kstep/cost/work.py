@@ -19,9 +19,10 @@ Kernel = Literal["dense", "fused", "tiered"]
 # What a shard does to the rank that holds it. Exchanges are counted towards ONE other rank: all ranks have equal batches.
 QUANTITIES = (
     "lookup_ids",  # ids looked up
-    "lookup_bytes",  # rows brought up from the memory they are computed in
+    "lookup_bytes",  # rows pooled, and as many gradients handed out: those that come again are in a processor's caches
+    "distinct_bytes",  # different rows brought up from the memory they are computed in
     "update_rows",  # different rows updated
-    "update_bytes",  # gradients read, records read and written
+    "update_bytes",  # records read and written
     "shards",  # 1
     "pooled_bytes",  # pooled rows made here for all ranks, and as many gradients read
     "id_bytes",  # ids that each rank sends here
@@ -111,6 +112,8 @@ class StepSetup:
         num_steps: of the whole job, which tell how many rows will ever be touched; 0: without end.
         dense_parameters: of the dense layers.
         flops_per_sample: of the dense layers, forward and backward.
+        activations_per_sample: values that go into and come out of dense layers, forward.
+        num_features: of all tables, which every rank takes apart and puts together.
         prefetch: whether rows come up from drives, and across to devices, while earlier steps compute.
     """
 
@@ -126,6 +129,8 @@ class StepSetup:
     num_steps: int = 0
     dense_parameters: int = 0
     flops_per_sample: float = 0.0
+    activations_per_sample: float = 0.0
+    num_features: int = 0
     prefetch: bool = True
 
     @property
@@ -191,8 +196,9 @@ def shard_work(
     quantities: dict[str, float] = {
         "lookup_ids": ids,
         "lookup_bytes": ids * row_bytes,
+        "distinct_bytes": distinct * row_bytes,
         "update_rows": distinct,
-        "update_bytes": _update_bytes(table, setup, ids, distinct, row_bytes, record_bytes, rows_share * columns_share, is_replica),
+        "update_bytes": _update_bytes(table, setup, distinct, record_bytes, rows_share * columns_share, is_replica),
         "shards": 1.0,
         "pooled_bytes": samples * table.num_features * row_bytes,
         **_exchange_bytes(table, setup, sharding, row_bytes, rows_share),
@@ -232,24 +238,14 @@ def _exchange_bytes(table: Table, setup: StepSetup, sharding: Sharding, row_byte
     return {"id_bytes": ids, "summed_output_bytes" if sharding in ("row_wise", "table_row_wise") else "output_bytes": pooled}
 
 
-def _update_bytes(
-    table: Table,
-    setup: StepSetup,
-    ids: float,
-    distinct: float,
-    row_bytes: float,
-    record_bytes: float,
-    share: float,
-    is_replica: bool,
-) -> float:
-    """Memory traffic of backward and optimizer.
+def _update_bytes(table: Table, setup: StepSetup, distinct: float, record_bytes: float, share: float, is_replica: bool) -> float:
+    """Memory traffic of the optimizer, beside gradients.
 
-    Dense kernels go over the whole shard several times in every step; the others read the gradient of each id, then read and
-    write the records of the rows that were met.
+    Dense kernels go over the whole shard several times in every step; the others read and write the records of the rows that were met.
     """
     if setup.kernel == "dense" or is_replica:
-        return table.num_rows * table.row_bytes * share * setup.dense_passes + ids * row_bytes
-    return ids * row_bytes + 2 * distinct * record_bytes
+        return table.num_rows * table.row_bytes * share * setup.dense_passes
+    return 2 * distinct * record_bytes
 
 
 def tier_quantities(tier: Tier, missed_rows: float, distinct_rows: float, record_bytes: float, on_device: bool) -> dict[str, float]:

@@ -18,6 +18,11 @@ _PHASE_WORDS = {
     "optimizer": "optimizer of the dense parameters",
     "merge": "merge rounds, spread over their steps",
     "tiers": "waiting for drives and for rows on their way to devices",
+    "links": "waiting for network cards that are never idle",
+}
+_HIDDEN_WORDS = {
+    "tiers": "drives and the way to devices, beside the other phases",
+    "links": "all that network cards send in a step at the rate that they keep up, beside the other phases",
 }
 _NEAR_ZERO_S = 1e-9
 
@@ -30,7 +35,7 @@ def step_lines(placement: Placement) -> list[str]:
         if phase.seconds < _NEAR_ZERO_S:
             continue
         share = "hidden" if phase.is_hidden else f"{phase.seconds / step.seconds:.0%}"
-        words = "drives and the way to devices, beside the other phases" if phase.is_hidden else _PHASE_WORDS[phase.name]
+        words = _HIDDEN_WORDS[phase.name] if phase.is_hidden else _PHASE_WORDS[phase.name]
         bottleneck = f"; slowest: {phase.bottleneck}" if phase.bottleneck else ""
         lines.append(f"  {phase.name:<10} {format_seconds(phase.seconds):>9} {share:>6}  {words}{bottleneck}")
     return lines

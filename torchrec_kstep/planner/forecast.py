@@ -12,11 +12,12 @@ from torchrec_kstep.cost import QUANTITIES, Coefficients, Machine, PhaseTime, St
 from torchrec_kstep.cost.fit import Observation
 from torchrec_kstep.cost.machine import Matrix
 from torchrec_kstep.cost.price import price
-from torchrec_kstep.errors import PlanError
+from torchrec_kstep.errors import PlanError, TopologyError
 from torchrec_kstep.planner.placement import Placement
 from torchrec_kstep.topology import ClusterTopology, load_topology, topology_text
 
-FORMAT = 1
+FORMAT = 2
+_FAR_ERRORS = 2.0  # error bars above the prediction that are no chance any more
 PREDICTION_NAME, TOPOLOGY_NAME = "prediction.json", "topology.yaml"  # in a run directory
 
 
@@ -137,6 +138,8 @@ def read_comparison(run_dir: Path) -> tuple[Forecast, Measured]:
         raise PlanError(
             f"{run_dir} holds no {PREDICTION_NAME}: `train` writes it at the end of a run that planner.engine=topology planned"
         ) from error
+    except TopologyError:
+        raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise PlanError(f"{file}: not a prediction: {type(error).__name__}: {error}") from error
 
@@ -147,8 +150,15 @@ def observation(name: str, made: Forecast, measured: Measured) -> Observation:
 
 
 def comparison_lines(made: Forecast, measured: Measured) -> list[str]:
-    """Predicted and measured, a line per part of the step."""
-    return [f"{name}: predicted {predicted}, measured {found}" for name, predicted, found in comparison_rows(made, measured)]
+    """Predicted and measured, a line per part of the step, and a warning where the machine was far slower than described."""
+    lines = [f"{name}: predicted {predicted}, measured {found}" for name, predicted, found in comparison_rows(made, measured)]
+    if measured.step_s > made.step.seconds + _FAR_ERRORS * made.step.error_s:
+        lines.append(
+            f"warning: a step took {measured.step_s / made.step.seconds:.1f} times what was predicted for {made.topology.name!r}: other "
+            "work on these machines, or drives, links or cores slower than the topology says; `python -m torchrec_kstep.probe` measures "
+            "them, `python -m torchrec_kstep.calibrate` fits the times of the software to this run"
+        )
+    return lines
 
 
 def comparison_rows(made: Forecast, measured: Measured) -> list[tuple[str, str, str]]:

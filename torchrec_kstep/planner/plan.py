@@ -31,6 +31,7 @@ from torchrec_kstep.torchrec_seam.planning import (
 from torchrec_kstep.units import format_bytes
 from torchrec_kstep.world import World
 
+_MAX_KNOWN = 512  # tables times ranks, up to which TorchRec's planner takes a second or two: its plan is a start of the search
 RESERVED_SHARE = 0.15  # of a rank's memory: dense parameters, activations, batches ahead
 
 
@@ -106,14 +107,47 @@ def plan_alone(
     """
     tables = find_tables(task)
     check_tables(tables, config)
+    tier_bytes = max(getattr(sharder, "tier_bytes_per_rank", 0) for sharder in sharders)
+    memory = memory_per_rank_bytes or tier_bytes or _host_memory_bytes() // (ranks_per_host or world.local_world_size)
     if config.engine == "topology":
-        planner = topology_planner(tables, config, world, sharders, batch_size, memory_per_rank_bytes, ranks_per_host, run)
+
+        def known_plans() -> list[ShardingPlan]:
+            """TorchRec's plan, where it takes little time and there is one."""
+            num_tables = sum(map(len, tables.values()))
+            if world.world_size == 1 or num_tables * world.world_size > _MAX_KNOWN:
+                return []
+            try:
+                return [_torchrec_plan(task, tables, config, world, sharders, batch_size, memory)]
+            except PlanError:
+                return []  # it knows fewer memories and ways to cut a table
+
+        planner = topology_planner(
+            tables, config, world, sharders, batch_size, memory_per_rank_bytes, ranks_per_host, run, known_plans=known_plans
+        )
         plan = planner.plan(task, sharders)
         if tell is not None:
             tell(planner.forecast())
         return plan
-    tier_bytes = max(getattr(sharder, "tier_bytes_per_rank", 0) for sharder in sharders)
-    memory = memory_per_rank_bytes or tier_bytes or _host_memory_bytes() // (ranks_per_host or world.local_world_size)
+    plan = _torchrec_plan(task, tables, config, world, sharders, batch_size, memory)
+    check_plan(plan, tables)
+    check_tiers(plan, tables, sharders, world.world_size)
+    return plan
+
+
+def _torchrec_plan(
+    task: nn.Module,
+    tables: dict[str, list[EmbeddingBagConfig]],
+    config: PlannerConfig,
+    world: World,
+    sharders: list[ModuleSharder[nn.Module]],
+    batch_size: int,
+    memory: int,
+) -> ShardingPlan:
+    """Plans with TorchRec's planner for ranks of `memory` bytes each.
+
+    Raises:
+        PlanError: it finds no plan.
+    """
     copies = max(getattr(sharder, "copies_per_weight", 1) for sharder in sharders)
     planner = EmbeddingShardingPlanner(
         topology=cpu_topology(world.world_size, world.local_world_size, memory // copies),
@@ -129,8 +163,6 @@ def plan_alone(
     except (PlannerError, RuntimeError, ValueError) as error:
         raise PlanError(_explain(error, tables, world, memory, copies)) from error
     _set_kernel(plan, KERNELS[config.kernel])
-    check_plan(plan, tables)
-    check_tiers(plan, tables, sharders, world.world_size)
     return plan
 
 
@@ -143,6 +175,8 @@ def topology_planner(
     memory_per_rank_bytes: int | None = None,
     ranks_per_host: int | None = None,
     run: RunShape | None = None,
+    *,
+    known_plans: Callable[[], Sequence[ShardingPlan]] = list,
 ) -> TopologyShardingPlanner:
     """Returns the planner that knows the machines, set up as `plan_alone` uses it.
 
@@ -173,7 +207,13 @@ def topology_planner(
     folder = Path(config.plan_cache) if config.plan_cache else None
     calibration = calibration_of(config, topology)
     return TopologyShardingPlanner(
-        topology, job, topology_constraints(tables, config), run.usage(), calibration=calibration, cache_folder=folder
+        topology,
+        job,
+        topology_constraints(tables, config),
+        run.usage(),
+        calibration=calibration,
+        cache_folder=folder,
+        known_plans=known_plans,
     )
 
 

@@ -89,7 +89,7 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         calibration: Calibration | None = None,
         cache_folder: Path | None = None,
         callbacks: Sequence[Callable[[Placement], None]] = (),
-        known_plans: Sequence[ShardingPlan] = (),
+        known_plans: Sequence[ShardingPlan] | Callable[[], Sequence[ShardingPlan]] = (),
     ) -> None:
         """Keeps what plans are made from.
 
@@ -102,7 +102,8 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
             cache_folder: where plans are kept; the same task on the same machines is then planned once.
             callbacks: called with each placement that was made or found.
             known_plans: of the same task on the same ranks, e.g. TorchRec's: the search starts from them too, so what it finds is not
-                predicted to be slower than any of them whose rows rest in the highest tier and fit.
+                predicted to be slower than any of them whose rows rest in the highest tier and fit. A function is called when a plan is
+                searched for and not when it is found in the cache: the same task must give the same plans.
         """
         self.topology, self.job = topology, job
         self.constraints = dict(constraints or {})
@@ -113,7 +114,7 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         self._coefficients = Coefficients() if calibration is None else calibration.coefficients
         self._cache = None if cache_folder is None else PlanCache(cache_folder)
         self._callbacks = tuple(callbacks)
-        self._known_plans = tuple(known_plans)
+        self._known_plans = known_plans if callable(known_plans) else tuple(known_plans)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Plans in this process alone.
@@ -164,12 +165,14 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         priced = [self._table(config, fusion.state_bytes(config.embedding_dim), uniform) for _, config in named]
         self._priced = (setup, priced)
         wishes = [self._wishes(path, config, tables, sharders) for path, config in named]
-        known = [known_places(plan, named) for plan in self._known_plans]
+        known = [] if callable(self._known_plans) else [known_places(plan, named) for plan in self._known_plans]
         if known:  # equal tables with different known places stay alike: each may take the places of all
             wishes = with_places(priced, wishes, known)
         key = self._key(setup, named, priced, wishes)
         if self._cache is not None and (kept := self._cache.read(key)) is not None:
             return kept
+        if callable(self._known_plans) and (known := [known_places(plan, named) for plan in self._known_plans()]):
+            wishes = with_places(priced, wishes, known)
         machine = self.machine(setup)
         if _has_room_on_top(machine, priced):
             wishes = [wish if wish.cached_rows is not None else replace(wish, tiers=wish.tiers[:1]) for wish in wishes]
@@ -183,7 +186,7 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         return placement
 
     def setup(self, module: nn.Module, copies_per_weight: int) -> StepSetup:
-        """What a step of `module` is; its parameters outside of tables make up the dense part."""
+        """What a step of `module` is; its parameters outside of tables make up the dense part, its linear layers the activations."""
         tables = {id(parameter) for name, parameter in module.named_parameters() if "embedding_bags." in name}
         dense = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in tables)
         job = self.job
@@ -200,6 +203,8 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
             num_steps=job.num_steps,
             dense_parameters=dense,
             flops_per_sample=6.0 * dense,
+            num_features=sum(config.num_features() for configs in find_tables(module).values() for config in configs),
+            activations_per_sample=float(sum(layer.in_features + layer.out_features for layer in _linear_layers(module))),
             prefetch=job.prefetch,
         )
 
@@ -276,6 +281,7 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         digest = hashlib.sha256()
         curves: dict[int, bytes] = {}
         parts: list[object] = [__version__, self.topology.fingerprint, self.job, setup, self._coefficients]
+        parts.append(callable(self._known_plans))
         for (path, _), table, wish in zip(named, priced, wishes, strict=True):
             curve = curves.setdefault(
                 id(table.curve), hashlib.sha256(table.curve.num_rows.tobytes() + table.curve.probability.tobytes()).digest()
@@ -335,6 +341,10 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
             method=solution.method,
             gap=gap if gap != float("inf") else -1.0,
         )
+
+
+def _linear_layers(module: nn.Module) -> list[nn.Linear]:
+    return [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
 
 
 def _has_room_on_top(machine: Machine, tables: Sequence[Table]) -> bool:

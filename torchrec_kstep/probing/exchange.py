@@ -10,6 +10,8 @@ from torchrec_kstep.topology import Exchange
 from torchrec_kstep.units import MIB
 
 _LARGE_BYTES = 4 * MIB  # to each other rank
+_BURST_BYTES = MIB  # to each other rank, after a pause in which a shaper gathers as much
+_LEAST_BURST = 0.1  # of what was sent: what passes sooner by less is noise
 _MIN_CALLS = 3
 
 
@@ -33,8 +35,28 @@ def measure_exchange(group: dist.ProcessGroup, ranks: Sequence[int], seconds: fl
     return Exchange(others * _LARGE_BYTES / max(large_s - small_s, 1e-9), small_s * 1e6)
 
 
-def _all_to_all_s(group: dist.ProcessGroup, num_ranks: int, num_bytes: int, seconds: float) -> float:
-    """Seconds of the median call; all ranks make as many calls as the first rank has time for."""
+def measure_burst(group: dist.ProcessGroup, ranks: Sequence[int], steady: Exchange, seconds: float) -> float:
+    """Measures how many bytes pass at once after a pause, as through a shaper that counts tokens. Collective: call on all of them.
+
+    Args:
+        group: at least two ranks, each behind a card of its own.
+        ranks: of the group.
+        steady: what exchanges without pauses between them reach.
+        seconds: about how long.
+
+    Returns:
+        Bytes, at most a megabyte to each other rank; 0 where nothing passes sooner; the same on all ranks.
+    """
+    num_bytes = (len(ranks) - 1) * _BURST_BYTES
+    pause_s = min(num_bytes / steady.bandwidth_bytes_per_s, seconds / _MIN_CALLS)
+    slowest = torch.tensor([_all_to_all_s(group, len(ranks), _BURST_BYTES, seconds, pause_s)], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    passed = num_bytes - steady.bandwidth_bytes_per_s * (float(slowest) - steady.latency_us * 1e-6)
+    return passed if passed > _LEAST_BURST * num_bytes else 0.0
+
+
+def _all_to_all_s(group: dist.ProcessGroup, num_ranks: int, num_bytes: int, seconds: float, pause_s: float = 0.0) -> float:
+    """Seconds of the median call, each after a pause; all ranks make as many calls as the first rank has time for."""
     sent = torch.zeros(num_ranks * num_bytes, dtype=torch.uint8)
     received = torch.empty_like(sent)
     times: list[float] = []
@@ -44,6 +66,9 @@ def _all_to_all_s(group: dist.ProcessGroup, num_ranks: int, num_bytes: int, seco
         dist.all_reduce(goes_on, op=dist.ReduceOp.MIN, group=group)  # agreed, so that no rank waits alone
         if not goes_on.item():
             break
+        if pause_s:
+            time.sleep(pause_s)
+            dist.barrier(group)
         begin = time.perf_counter()
         dist.all_to_all_single(received, sent, group=group)
         times.append(time.perf_counter() - begin)

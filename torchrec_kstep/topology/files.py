@@ -175,7 +175,7 @@ _HOST: dict[str, "_Key | _Parts"] = {
     "exchange": _Parts(_EXCHANGE, is_required=True, is_list=False),
     "switches": _Key(_texts, []),
     "devices": _Parts({"name": _Key(_text), "memory": _Key(_memory), "bandwidth": _Key(_bandwidth), "gather_bandwidth": _Key(_bandwidth)}),
-    "nics": _Parts({"name": _Key(_text), "bandwidth": _Key(_bandwidth), "interface": _Key(_text, "")}),
+    "nics": _Parts({"name": _Key(_text), "bandwidth": _Key(_bandwidth), "interface": _Key(_text, ""), "burst": _Key(_memory, 0)}),
     "drives": _Parts(
         {
             "name": _Key(_text),
@@ -284,7 +284,7 @@ def _host(section: Mapping[str, Any], name: str) -> Host:
         exchange=Exchange(section["exchange"]["bandwidth"], section["exchange"]["latency"] * 1e6),
         switches=tuple(section["switches"]),
         devices=tuple(Device(part["name"], part["memory"], part["bandwidth"], part["gather_bandwidth"]) for part in section["devices"]),
-        nics=tuple(Nic(part["name"], part["bandwidth"], part["interface"]) for part in section["nics"]),
+        nics=tuple(Nic(part["name"], part["bandwidth"], part["interface"], float(part["burst"])) for part in section["nics"]),
         drives=tuple(
             Drive(
                 part["name"],
@@ -346,7 +346,7 @@ def _host_values(host: Host) -> dict[str, object]:
             }
             for device in host.devices
         ],
-        "nics": [{"name": nic.name, "bandwidth": _per_s(nic.bandwidth_bytes_per_s), "interface": nic.interface} for nic in host.nics],
+        "nics": [_nic_values(nic) for nic in host.nics],
         "drives": [
             {
                 "name": drive.name,
@@ -366,6 +366,11 @@ def _host_values(host: Host) -> dict[str, object]:
         ],
     }
     return {key: value for key, value in values.items() if value not in ([], "")}
+
+
+def _nic_values(nic: Nic) -> dict[str, str]:
+    values = {"name": nic.name, "bandwidth": _per_s(nic.bandwidth_bytes_per_s), "interface": nic.interface}
+    return values | ({"burst": f"{nic.burst_bytes:.0f}B"} if nic.burst_bytes else {})
 
 
 def _per_s(bytes_per_s: float) -> str:

@@ -53,11 +53,13 @@ class Nic:
         name: unique on its host.
         bandwidth_bytes_per_s: each way.
         interface: name of the network interface, "" where that is not known.
+        burst_bytes: that pass at once after a pause, where the bandwidth is that of a shaper (token bucket) and not of the wire.
     """
 
     name: str
     bandwidth_bytes_per_s: float
     interface: str = ""
+    burst_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,18 @@ class Edge:
         name: `from>to`.
         bandwidth_bytes_per_s: of this direction.
         latency_us: microseconds.
+        burst_bytes: that pass at once after a pause.
     """
 
     name: str
     bandwidth_bytes_per_s: float
     latency_us: float
+    burst_bytes: float = 0.0
+
+    @property
+    def burst_s(self) -> float:
+        """Seconds in which an idle edge gathers its burst."""
+        return self.burst_bytes / self.bandwidth_bytes_per_s
 
 
 class Routes:
@@ -165,9 +172,10 @@ class Routes:
         if len(self.topology.hosts) > 1:
             uplink = f"{host.name}/uplink"
             for nic in host.nics:
-                self._add(f"{host.name}/{nic.name}", uplink, nic.bandwidth_bytes_per_s, 0.0)
+                self._add(f"{host.name}/{nic.name}", uplink, nic.bandwidth_bytes_per_s, 0.0, nic.burst_bytes)
             core = sum(nic.bandwidth_bytes_per_s for nic in host.nics) / network.oversubscription
-            self._add(uplink, NETWORK, core, network.latency_us / 2)
+            bursts = sum(nic.burst_bytes for nic in host.nics) if network.oversubscription == 1 else 0.0  # no slower than the cards
+            self._add(uplink, NETWORK, core, network.latency_us / 2, bursts)
         if not host.devices:
             for local_rank in range(self.ranks_per_host):
                 self._add(f"{host.name}/rank{local_rank}", self._numa_of(host, local_rank), host.exchange.bandwidth_bytes_per_s, 0.0)
@@ -190,9 +198,9 @@ class Routes:
         }
         return RankSite(rank, host_index, local_rank, node, min(distances, key=lambda name: distances[name]), device)
 
-    def _add(self, a: str, b: str, bandwidth_bytes_per_s: float, latency_us: float) -> None:
+    def _add(self, a: str, b: str, bandwidth_bytes_per_s: float, latency_us: float, burst_bytes: float = 0.0) -> None:
         for source, target in ((a, b), (b, a)):
-            edge = Edge(f"{source}>{target}", bandwidth_bytes_per_s, latency_us)
+            edge = Edge(f"{source}>{target}", bandwidth_bytes_per_s, latency_us, burst_bytes)
             self._neighbours.setdefault(source, []).append((target, edge))
 
     def _came_from(self, source: str) -> dict[str, tuple[str, Edge]]:

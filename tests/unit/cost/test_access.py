@@ -76,6 +76,30 @@ def test_a_trace_keeps_its_hot_rows_and_leaves_mass_to_those_not_seen() -> None:
     ids = np.concatenate([np.zeros(900, dtype=np.int64), np.arange(1, 101, dtype=np.int64)])
     curve = AccessCurve.from_ids(ids, 10_000)
     assert curve.num_accessible_rows == 10_000
-    assert curve.probability[0] == pytest.approx(0.9 * 0.9)
-    assert curve.hit_rate(1) == pytest.approx(0.81**2, abs=0.01), "a cache of one row meets an id that comes twice in a row"
+    assert curve.probability[0] == pytest.approx(0.9)
+    assert curve.distinct_rows(1_000) == pytest.approx(101, abs=1)
+    assert curve.distinct_rows(10_000) > 500, "a longer trace would have met more rows"
+    assert curve.hit_rate(1) == pytest.approx(0.81, abs=0.01), "a cache of one row meets an id that comes twice in a row"
     assert AccessCurve.from_ids(np.repeat(np.arange(10), 50), 10_000).num_accessible_rows == 10
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.6, 0.8, 1.05, 1.3])
+@pytest.mark.parametrize("num_rows", [3_000, 400_000])
+def test_a_short_trace_tells_what_more_data_would(exponent: float, num_rows: int) -> None:
+    """Otherwise updates, misses and merge traffic of large tables would be off: what was not seen is not all equally rare."""
+    true = AccessCurve.zipf(num_rows, exponent)
+    traced = AccessCurve.from_ids(draws(num_rows, exponent, 50_000), num_rows)
+    assert (traced.num_rows * traced.probability).sum() == pytest.approx(1.0)
+    for num_draws in (1_000, 20_000, 400_000):
+        assert traced.distinct_rows(num_draws) == pytest.approx(true.distinct_rows(num_draws), rel=0.1)
+    for cached_rows in (0.02 * num_rows, 0.1 * num_rows, 0.4 * num_rows):
+        assert traced.missed_rows(2_000, cached_rows) == pytest.approx(true.missed_rows(2_000, cached_rows), rel=0.12, abs=10)
+
+
+@pytest.mark.parametrize("ids", [[3], [3, 3], [0, 1, 2, 3], [5] * 7, [5] * 9 + [1]])
+def test_the_shortest_traces_make_a_curve(ids: list[int]) -> None:
+    curve = AccessCurve.from_ids(np.array(ids), 6)
+    assert (curve.num_rows * curve.probability).sum() == pytest.approx(1.0)
+    assert curve.num_accessible_rows <= 6
+    assert (curve.probability <= 1 + 1e-9).all()
+    assert curve.distinct_rows(len(ids)) == pytest.approx(len(set(ids)), rel=0.4)

@@ -14,7 +14,7 @@ from torchrec_kstep.topology import ClusterTopology, Drive, DrivePoint, Exchange
 from torchrec_kstep.units import GIB
 
 TRUE = Coefficients().having(
-    {"step_s": 5e-3, "sample_s": 2e-6, "lookup_id_s": 150e-9, "update_row_s": 20e-9, "core_shard_s": 90e-6, "collective_s": 400e-6}
+    {"step_s": 8e-3, "sample_s": 2e-6, "lookup_id_s": 150e-9, "update_row_s": 20e-9, "core_shard_s": 90e-6, "collective_s": 900e-6}
 )
 
 

@@ -1,10 +1,13 @@
 """`python -m torchrec_kstep.plan`: what it prints, writes and refuses. Layer: unit."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from tests.checkout import ROOT
 from torchrec_kstep import plan
 from torchrec_kstep.errors import ConfigError
 
@@ -100,3 +103,18 @@ def test_a_table_that_no_host_holds_is_told_with_bytes_and_hosts(capsys: pytest.
     said = capsys.readouterr().err
     for part in ("'huge'", "short", "needed", "usable", "what would make it fit"):
         assert part in said
+
+
+def test_the_readme_shows_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise its words and its picture would be of a planner of the past."""
+    readme = (ROOT / "README.md").read_text()
+    command = re.search(r"^\.venv/bin/python -m torchrec_kstep\.plan (.*)$", readme, re.MULTILINE)
+    assert command is not None
+    shown = re.search(r"```text\n(.*?)```", readme[command.end() :], re.DOTALL)
+    assert shown is not None
+    picture = tmp_path / "plan.svg"
+    assert plan.main([str(picture) if word == "plan.svg" else word for word in shlex.split(command.group(1))]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for paragraph in re.split(r"\n(?=\S)", shown.group(1).strip()):
+        assert " ".join(paragraph.split()) in printed
+    assert picture.read_text() == (ROOT / "docs" / "plan.svg").read_text()

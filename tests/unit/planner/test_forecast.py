@@ -2,18 +2,22 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.planners import SMALL, SOCKETS, planner, sharders, task
 from torchrec_kstep.config.schema import KStepConfig, PlannerConfig
-from torchrec_kstep.cost import AccessCurve, Coefficients
+from torchrec_kstep.cost import AccessCurve, Coefficients, Machine, Table, shard_work
 from torchrec_kstep.cost.calibration import Calibration, calibration_file
+from torchrec_kstep.cost.price import price
 from torchrec_kstep.errors import PlanError, TopologyError
+from torchrec_kstep.planner import plan as plan_module
 from torchrec_kstep.planner.forecast import Forecast, Measured, comparison_lines, observation, read_comparison, write_comparison
 from torchrec_kstep.planner.plan import plan_alone, topology_planner
 from torchrec_kstep.planner.run_shape import RunShape, merge_weight_bytes
@@ -62,7 +66,15 @@ def test_prediction_and_reality_are_kept_in_the_run_directory(tmp_path: Path) ->
     assert "rows read from SSD per step, rank 0" in text
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1}', '{"format": 7}'])
+@pytest.mark.parametrize(("slower", "is_told"), [(0.5, False), (1.05, False), (4.0, True)])
+def test_machines_far_slower_than_described_are_told(slower: float, is_told: bool) -> None:
+    """A drive that reaches a quarter of what the topology declares must not pass unnoticed."""
+    made = forecast(dram_bytes_per_host=64 << 20)
+    lines = comparison_lines(made, Measured(100, slower * made.step.seconds, 0.0))
+    assert any(line.startswith("warning: a step took 4.0 times what was predicted") for line in lines) == is_told
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 2}', '{"format": 1}'])
 def test_a_damaged_prediction_is_refused(content: str, tmp_path: Path) -> None:
     write_comparison(tmp_path, forecast(), MEASURED)
     (tmp_path / "prediction.json").write_text(content)
@@ -142,6 +154,45 @@ def test_a_known_plan_is_never_beaten_by_what_the_search_returns() -> None:
     assert known.placement is not None
     assert free.placement is not None
     assert known.placement.step.seconds <= free.placement.step.seconds * (1 + 1e-9)
+
+
+def test_known_plans_are_asked_for_when_a_plan_is_searched_for_and_not_when_it_is_kept(tmp_path: Path) -> None:
+    model, asked = task([50_000, 1_000_000]), []
+
+    def known_plans() -> list[ShardingPlan]:
+        asked.append(1)
+        return [planner(SOCKETS, 8, 2).plan(model, sharders("tiered"))]
+
+    plans = [planner(SOCKETS, 8, 2, known_plans=known_plans, cache_folder=tmp_path).plan(model, sharders("tiered")) for _ in range(2)]
+    assert str(plans[0]) == str(plans[1])
+    assert asked == [1]
+    planner(SOCKETS, 8, 2, cache_folder=tmp_path).plan(model, sharders("tiered"))
+    assert len(list(tmp_path.glob("plan-*.json"))) == 2, "a search without these starts may find another plan"
+
+
+def test_a_run_is_never_predicted_to_be_slower_than_as_torchrec_plans_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of TorchRec's planner is among the starts, whatever the search makes of the problem by itself."""
+    model, world, asked = task([300_000 + 9_973 * index for index in range(9)], dim=64), World(0, 4, 0, 2), []
+    stock = plan_module._torchrec_plan
+
+    def spied(*arguments: Any) -> ShardingPlan:
+        asked.append(stock(*arguments))
+        return asked[-1]
+
+    monkeypatch.setattr(plan_module, "_torchrec_plan", spied)
+    told: list[Forecast] = []
+    plan_alone(model, PlannerConfig(), world, sharders("tiered"), batch_size=512, run=RunShape(num_hosts=2), tell=told.append)
+    (theirs,), made = asked, told[0]
+    work = np.zeros_like(made.work)
+    for config in find_tables(model)["0"]:
+        placed = theirs.plan["0"][config.name]
+        curve = AccessCurve.zipf(config.num_embeddings, 1.05)
+        table = Table(config.name, config.num_embeddings, config.embedding_dim, curve, state_bytes=2 * config.embedding_dim * 4)
+        shard = shard_work(table, made.setup, placed.sharding_type, len(placed.ranks), "dram", 0.0, on_device=False)
+        for rank in placed.ranks:
+            work[rank] += shard.vector
+    machine = Machine.of(made.topology, made.setup, threads_per_rank=made.threads_per_rank)
+    assert made.step.seconds <= price(machine, work).seconds * (1 + 1e-9)
 
 
 def test_a_calibration_beside_the_topology_is_found_and_another_machines_refused(tmp_path: Path) -> None:

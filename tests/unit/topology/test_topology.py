@@ -33,7 +33,7 @@ hosts:
       - {name: numa0, memory: 16GiB, bandwidth: 20GB/s, gather_bandwidth: 6GB/s, cores: 2}
     exchange: {bandwidth: 1GB/s, latency: 100us}
     nics:
-      - {name: nic0, bandwidth: 10Gbit/s}
+      - {name: nic0, bandwidth: 10Gbit/s, burst: 256KiB}
     links:
       - {from: numa0, to: nic0, bandwidth: 4GB/s, latency: 2us}
 """
@@ -74,6 +74,17 @@ def test_the_four_examples_are_there() -> None:
         (lambda text: text.replace("name: host\n", "name: host\n    count: 0\n"), r"count: expected a whole number of at least 1"),
         (lambda text: text.replace("nic0", "numa0"), r"the name 'numa0' is given 2 times"),
         (lambda text: text[:0] + "[]", r"expected keys and values"),
+        (lambda text: text.replace("256KiB", "256"), r"nics.0.burst: 256 has no unit: write e.g. '64GiB'"),
+        (lambda text: text.replace("256KiB", "-1KiB"), r"'-1KiB' is negative"),
+        (lambda text: text.replace("10Gbit/s", ".inf"), r"nics.0.bandwidth: inf has no unit"),
+        (lambda text: text.replace("10Gbit/s", "infGbit/s"), r"cannot read 'infGbit/s' as a bandwidth"),
+        (lambda text: text.replace("10Gbit/s", "fast"), r"cannot read 'fast' as a bandwidth"),
+        (lambda text: text.replace(", latency: 2us", ""), r"links.0: latency is missing"),
+        (lambda text: text.replace("to: nic0", "to: numa0"), r"a link joins 'numa0' with itself"),
+        (
+            lambda text: text.replace("links:", "switches: [sw]\n    links:").replace("from: numa0", "from: sw"),
+            r"no links lead from 'numa0' to switch 'sw': add a link[^$]*no links lead from 'numa0' to network card 'nic0'",
+        ),
     ],
 )
 def test_a_faulty_file_is_refused_with_place_and_remedy(change: Callable[[str], str], said: str, tmp_path: Path) -> None:
@@ -95,7 +106,7 @@ def test_a_missing_file_names_the_examples() -> None:
 
 def test_hosts_that_no_card_joins_are_refused(tmp_path: Path) -> None:
     """Otherwise traffic between them would have no route, and planning would fail late."""
-    without = GOOD.replace("    nics:\n      - {name: nic0, bandwidth: 10Gbit/s}\n", "").replace("to: nic0", "to: sw")
+    without = GOOD.replace("    nics:\n      - {name: nic0, bandwidth: 10Gbit/s, burst: 256KiB}\n", "").replace("to: nic0", "to: sw")
     without = without.replace("    links:", "    switches: [sw]\n    links:").replace("name: host\n", "name: host\n    count: 2\n")
     with pytest.raises(TopologyError, match="host 'host0' has no network card, so nothing leads to the 1 other hosts"):
         read(tmp_path, without)
@@ -105,7 +116,14 @@ def test_the_fingerprint_knows_every_number_and_no_comment(tmp_path: Path) -> No
     """Otherwise a stale plan would be taken for this machine's, or a good one thrown away."""
     good = read(tmp_path, GOOD).fingerprint
     assert read(tmp_path, GOOD.replace("name: one", "name: two\nsource: elsewhere")).fingerprint == good
-    for change in (("16GiB", "17GiB"), ("10Gbit", "11Gbit"), ("2us", "3us"), ("cores: 2", "cores: 3"), ("100us", "101us")):
+    for change in (
+        ("16GiB", "17GiB"),
+        ("10Gbit", "11Gbit"),
+        ("2us", "3us"),
+        ("256KiB", "1KiB"),
+        ("cores: 2", "cores: 3"),
+        ("100us", "101us"),
+    ):
         assert read(tmp_path, GOOD.replace(*change)).fingerprint != good
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_kstep.cost import MEMORIES, QUANTITIES, Machine, ShardWork
-from torchrec_kstep.cost.machine import TIERS, Matrix
+from torchrec_kstep.cost.machine import BESIDE, LINKS, TIERS, Matrix
 from torchrec_kstep.cost.work import Sharding, Tier, Vector
 
 _CACHED_BYTES = 600 << 20  # loads of options kept for reuse
@@ -84,10 +84,13 @@ class Problem:
             self.class_of[list(group.tables)] = index
         self._phases = [phase for phase in machine.phases if phase.resources]
         self._starts = np.cumsum([0] + [len(phase.resources) for phase in self._phases])[:-1]
-        self._is_tiers = np.array([phase.name == TIERS for phase in self._phases])
+        self._is_tiers = np.array([phase.name == TIERS for phase in self._phases], dtype=bool)
+        self._is_links = np.array([phase.name == LINKS for phase in self._phases], dtype=bool)
+        self._is_chain = np.array([phase.name not in BESIDE for phase in self._phases], dtype=bool)
         self._fixed = np.array([phase.fixed_s for phase in self._phases])
         self.fixed_s = sum(phase.fixed_s for phase in machine.phases if not phase.resources)
         self.base_loads: Vector = np.concatenate([phase.base_s for phase in self._phases]) if self._phases else np.zeros(0)
+        self._has_bursts = bool((self.base_loads < 0).any())  # which a phase that needs less than them gets no time back for
         self._mean = np.full(self.base_loads.size, 1 / max(self.base_loads.size, 1))
         self.capacities = np.maximum(machine.capacities_bytes, 1.0)
         self._cache: dict[int, tuple[Matrix, Matrix]] = {}
@@ -144,6 +147,8 @@ class Problem:
         """
         if not self._phases:
             return np.full(loads.shape[0], self.fixed_s), np.zeros(loads.shape[0])
+        if self._has_bursts:
+            loads = np.maximum(loads, 0.0)
         if doublings:
             powers = loads * 1e3  # milliseconds, so that high powers stay within range
             for _ in range(doublings):
@@ -151,9 +156,11 @@ class Problem:
             phases = np.add.reduceat(powers, self._starts, axis=1) ** (0.5**doublings) * 1e-3 + self._fixed
         else:
             phases = np.maximum.reduceat(loads, self._starts, axis=1) + self._fixed
-        chain = phases[:, ~self._is_tiers].sum(axis=1) + self.fixed_s
+        chain = phases[:, self._is_chain].sum(axis=1) + self.fixed_s
         tiers = phases[:, self._is_tiers].sum(axis=1)
         step = np.maximum(chain, tiers) if self.machine.prefetch else chain + tiers
+        if self._has_bursts:
+            step = np.maximum(step, phases[:, self._is_links].sum(axis=1))
         # Where drives wait on the chain or the chain on drives, the one that is hidden still breaks ties.
         tie = _TIE_SHARE * (loads @ self._mean + np.minimum(chain, tiers))
         return step, tie
@@ -169,9 +176,12 @@ class Problem:
         weights = np.zeros_like(loads)
         fixed_s = (1.0 if tier_share is None else 1 - tier_share) * self.fixed_s
         ends = [*self._starts[1:], loads.size]
-        for start, end, is_tiers, phase_s in zip(self._starts, ends, self._is_tiers, self._fixed, strict=True):
+        for start, end, is_tiers, is_links, phase_s in zip(self._starts, ends, self._is_tiers, self._is_links, self._fixed, strict=True):
+            if is_links:
+                continue  # the chain and the tiers are bound enough
             share = 1.0 if tier_share is None else tier_share if is_tiers else 1 - tier_share
-            part = (loads[start:end] / max(float(loads[start:end].max()), 1e-300)) ** order
+            busy = np.maximum(loads[start:end], 0.0)
+            part = (busy / max(float(busy.max()), 1e-300)) ** order
             weights[start:end] = share * part / part.sum() if part.sum() > 0 else share / (end - start)
             fixed_s += share * float(phase_s)
         return weights, fixed_s

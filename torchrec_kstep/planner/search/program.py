@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_kstep.cost import QUANTITIES
-from torchrec_kstep.cost.machine import TIERS
+from torchrec_kstep.cost.machine import BESIDE
 from torchrec_kstep.planner.search.problem import Problem
 
 _SECONDS = 1e3  # the program counts in milliseconds, which keeps its numbers near 1
@@ -155,7 +155,7 @@ def _phase_rows(problem: Problem, rows: _Rows, columns: _Columns) -> None:
     chain = []
     for number, phase in enumerate(problem.machine.phases):
         column = columns.first_phase + number
-        if phase.name != TIERS:
+        if phase.name not in BESIDE:
             chain.append(column)
         quantities = [columns.first_quantity + rank * len(QUANTITIES) + q for rank in range(problem.machine.num_ranks) for q in phase.used]
         for position in range(len(phase.resources)):
@@ -165,8 +165,11 @@ def _phase_rows(problem: Problem, rows: _Rows, columns: _Columns) -> None:
             limit = -(float(phase.base_s[position]) + phase.fixed_s) * _SECONDS
             rows.add(indexes, np.append(weights[used], -1.0), -highspy.kHighsInf, limit)
         rows.add(np.array([column]), np.array([1.0]), phase.fixed_s * _SECONDS, highspy.kHighsInf)
-    tiers = [columns.first_phase + number for number, phase in enumerate(problem.machine.phases) if phase.name == TIERS]
+    tiers, links = (
+        [columns.first_phase + number for number, phase in enumerate(problem.machine.phases) if phase.name == name] for name in BESIDE
+    )
     inside = [chain, tiers] if problem.machine.prefetch else [chain + tiers]
+    inside += [links] if links else []
     for part in inside:
         rows.add(np.array([*part, columns.step]), np.array([1.0] * len(part) + [-1.0]), -highspy.kHighsInf, 0.0)
 

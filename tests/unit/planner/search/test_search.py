@@ -14,20 +14,22 @@ from torchrec_kstep.topology import ClusterTopology, Drive, DrivePoint, Exchange
 from torchrec_kstep.units import MIB
 
 
-def random_problem(seed: int, max_tables: int = 4, num_ranks: int = 2, repeats: bool = False) -> Problem:
-    """Tables of random sizes on a host with too little DRAM for all of them."""
+def random_problem(seed: int, max_tables: int = 4, num_ranks: int = 2, repeats: bool = False, num_hosts: int = 1) -> Problem:
+    """Tables of random sizes on hosts with too little DRAM for all of them; several hosts are joined by cards that pass bursts."""
     rng = np.random.default_rng(seed)
     drive = Drive("ssd0", 10**12, (DrivePoint(4096, 128, float(rng.uniform(2e4, 1e6))),), 1e9)
     host = Host(
         "host",
         (NumaNode("numa0", int(rng.uniform(50, 800)) * MIB, 1e10, float(rng.uniform(1e9, 6e9)), 4),),
         Exchange(float(rng.uniform(1e8, 4e9)), 50.0),
-        nics=(Nic("nic0", 1e9),),
+        nics=(Nic("nic0", 1e9 if num_hosts == 1 else 1e8, burst_bytes=0.0 if num_hosts == 1 else float(rng.choice([1e4, 2e5, 1e7]))),),
         drives=(drive,),
         links=(Link(("numa0", "nic0"), 1e11, 0.0), Link(("numa0", "ssd0"), 1e11, 0.0)),
     )
-    setup = StepSetup(int(rng.choice([256, 4096])), world_size=num_ranks, local_world_size=num_ranks, prefetch=bool(rng.integers(2)))
-    machine = Machine.of(ClusterTopology("c", (host,)), setup)
+    setup = StepSetup(
+        int(rng.choice([256, 4096])), world_size=num_ranks, local_world_size=num_ranks // num_hosts, prefetch=bool(rng.integers(2))
+    )
+    machine = Machine.of(ClusterTopology("c", (host,)).with_hosts(num_hosts), setup)
     tables = []
     for index in range(int(rng.integers(1, max_tables + 1))):
         if repeats and tables and rng.random() < 0.5:
@@ -55,6 +57,21 @@ def test_the_exact_search_finds_what_pricing_everything_finds(seed: int) -> None
     assert score.overflow == 0
     assert score.step_s == pytest.approx(best.step_s, rel=1e-5)
     assert found.bound_s <= best.step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bursts_count_alike_in_prices_searches_and_bounds(seed: int) -> None:
+    """A phase that needs less than its burst must get no time back, in no norm and no program."""
+    problem = random_problem(seed, num_hosts=2)
+    choice = exhaustive(problem)
+    best = problem.score(choice)
+    if best.overflow > 0:
+        return
+    assert price(problem.machine, problem.work_of(choice)[0]).seconds == pytest.approx(best.step_s, rel=1e-9)
+    found = solve(problem, max_exhaustive=0)
+    assert found.score.step_s == pytest.approx(best.step_s, rel=1e-5)
+    assert found.bound_s <= best.step_s * (1 + 1e-6)
+    assert solve_program(problem, integers=True).bound_s <= best.step_s * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("seed", range(40))
