@@ -190,8 +190,6 @@ class Bench:
             _run([*_torchrun(layout.ranks_per_host), *command])
         else:
             with hosts(layout.num_hosts, layout.ranks_per_host, layout.link) as cluster:
-                for host in range(layout.num_hosts):  # BBR takes the bursts of a token bucket for its rate, and then waits for what it lost
-                    cluster.execute(host, ["sysctl", "-q", "-w", "net.ipv4.tcp_congestion_control=cubic"])
                 cluster.run(command, deadline_s=DEADLINE_S)
 
     def is_done(self, one: Case) -> bool:
