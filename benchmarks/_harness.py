@@ -190,7 +190,7 @@ class Harness:
         peer_value: Spread | float | None = None,
         higher_is_better: bool = False,
     ) -> None:
-        """Adds a row measured elsewhere, such as bytes sent or a hit rate."""
+        """Adds a row measured elsewhere, such as bytes sent or a hit rate, and says so at once: a run of an hour may be ended early."""
         ours = value if isinstance(value, Spread) else Spread.of([value])
         theirs = peer_value if peer_value is None or isinstance(peer_value, Spread) else Spread.of([peer_value])
         ratio = None
@@ -213,6 +213,7 @@ class Harness:
                 num_samples=ours.num_samples,
             )
         )
+        print("  ".join(_cells(self.rows[-1])), file=sys.stderr, flush=True)
 
     def finish(self) -> int:
         """Prints the table, writes the JSON, and returns the exit status.

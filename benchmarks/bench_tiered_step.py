@@ -196,6 +196,8 @@ def record_soak(run: Harness, folder: Path) -> None:
             waited = store["cleaner_stall_s"]
             space.append(store["unheld_bytes"] / store["live_unit_bytes"])
             memory.append(resident_bytes() / MIB)
+            if len(seconds) % 100 == 0:
+                print(f"soak, {kind} ids: {len(seconds)} of {num_steps} steps", file=sys.stderr, flush=True)
         case = {**setting.case("soak", kind), "steps": num_steps}
         median = float(np.median(seconds))
         run.record(case, "time", "ms", Spread.of([1e3 * value for value in seconds]))

@@ -115,15 +115,23 @@ Status Cleaner::clean_piece() {
 
   const std::uint32_t first_record = next_unit_ * layout.records_per_unit;
   const std::uint32_t end_record = std::min(segment.num_records, (next_unit_ + count) * layout.records_per_unit);
+  // What a record says of itself, not verified yet; null if no table of this log has such a row.
+  auto table_of = [&](std::uint32_t record, RecordTail* tail) {
+    const std::byte* bytes = piece_.data() + (layout.offset_of(record) - offset) + layout.payload_bytes;
+    std::memcpy(&tail->row_id, bytes, 8);
+    std::memcpy(&tail->table_id, bytes + 8, 4);
+    TableState* table = context_->find_table(tail->table_id);
+    return table != nullptr && table->log == log_ && tail->row_id < table->spec.num_rows ? table : nullptr;
+  };
   for (std::uint32_t record = first_record; got == num_bytes && record < end_record; ++record) {
-    const std::byte* bytes = piece_.data() + (layout.offset_of(record) - offset);
     RecordTail tail;
-    std::memcpy(&tail.row_id, bytes + layout.payload_bytes, 8);
-    std::memcpy(&tail.table_id, bytes + layout.payload_bytes + 8, 4);
-    TableState* table = context_->find_table(tail.table_id);
-    const bool is_live = table != nullptr && table->log == log_ && tail.row_id < table->spec.num_rows &&
-                         table->index.find(tail.row_id) == log_->first_slot(victim_) + record;
-    if (!is_live) continue;
+    if (record + kIndexAhead < end_record) {
+      const TableState* ahead = table_of(record + kIndexAhead, &tail);
+      if (ahead != nullptr) ahead->index.prefetch(tail.row_id);
+    }
+    TableState* table = table_of(record, &tail);
+    if (table == nullptr || table->index.find(tail.row_id) != log_->first_slot(victim_) + record) continue;
+    const std::byte* bytes = piece_.data() + (layout.offset_of(record) - offset);
     if (!read_record_tail(layout, bytes, &tail)) break;  // damaged: num_live stays above zero, see below
     KSTEP_RETURN_IF_ERROR(log_->append_copy(table, tail, bytes));
   }

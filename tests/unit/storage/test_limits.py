@@ -43,9 +43,12 @@ def small_drive(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], timeout=30, check=True)
 
 
-def test_a_full_drive_says_so_and_the_store_recovers(small_drive: Path) -> None:
+def test_a_full_drive_says_so_and_the_store_recovers(small_drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of 200 MB on 64 MiB: the failing step changes nothing, and works once there is space; the last snapshot stays good."""
-    temporary_before = set(os.listdir(tempfile.gettempdir()))
+    temporary = tmp_path / "temporary"  # of this test alone: others may be running
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     table = uniform_table(num_rows=250_000, dim=64)  # 200 MB with Adam's moments
     expected = RowGroup.in_dram([table], ADAM)
     filler = small_drive / "filler"
@@ -77,7 +80,8 @@ def test_a_full_drive_says_so_and_the_store_recovers(small_drive: Path) -> None:
     group.close()
     with open_tiered(small_drive, [table], dram_bytes="4MiB", segment_bytes="1MiB", restore="better") as again:
         assert torch.equal(again.read(0, used), expected.read(0, used))
-    assert not {name for name in set(os.listdir(tempfile.gettempdir())) - temporary_before if "kstep" in name or "seg-" in name}
+    assert Path(tempfile.gettempdir()) == temporary
+    assert not list(temporary.iterdir())
 
 
 FEW_FILES = """
