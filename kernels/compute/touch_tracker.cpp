@@ -76,6 +76,7 @@ std::size_t TouchRound::lower_bound(std::uint64_t row) const {
 void TouchTracker::keep(std::vector<Span> spans) {
   spans_ = std::move(spans);
   reset(&current_);
+  reset(&spare_);
 }
 
 void TouchTracker::reset(TouchRound* round) const {
@@ -124,27 +125,33 @@ TouchSink TouchTracker::sink() {
 void TouchTracker::detach() {
   detached_ = std::move(current_);
   has_detached_ = true;
-  reset(&current_);
+  current_ = std::move(spare_);
+  reset(&spare_);
 }
 
 void TouchTracker::clear() {
-  if (has_detached_) {
-    reset(&detached_);
-    has_detached_ = false;
+  if (!has_detached_) {
+    current_ = emptied(&current_);
     return;
   }
-  const std::size_t chunk_slots = std::size_t{1} << current_.chunk_shift_;
-  const std::size_t used = (current_.num_rows() + chunk_slots - 1) / chunk_slots;
+  spare_ = emptied(&detached_);
+  reset(&detached_);
+  has_detached_ = false;
+}
+
+TouchRound TouchTracker::emptied(TouchRound* round) const {
+  const std::size_t chunk_slots = std::size_t{1} << round->chunk_shift_;
+  const std::size_t used = (round->num_rows() + chunk_slots - 1) / chunk_slots;
   TouchRound next;
   reset(&next);
-  // The next round will touch about as many rows: keep the memory, whose pages are already there.
-  next.slot_rows_.swap(current_.slot_rows_);
-  next.slot_rows_.resize(current_.num_rows());
-  for (std::size_t c = 0; c < std::min(used, current_.chunks_.size()); ++c) {
-    next.chunks_.push_back(std::move(current_.chunks_[c]));
-    next.chunk_pointers_.push_back(current_.chunk_pointers_[c]);
+  // A later round will touch about as many rows: keep the memory, whose pages are already there.
+  next.slot_rows_.swap(round->slot_rows_);
+  next.slot_rows_.resize(round->num_rows());
+  for (std::size_t c = 0; c < std::min(used, round->chunks_.size()); ++c) {
+    next.chunks_.push_back(std::move(round->chunks_[c]));
+    next.chunk_pointers_.push_back(round->chunk_pointers_[c]);
   }
-  current_ = std::move(next);
+  return next;
 }
 
 std::size_t TouchTracker::base_bytes() const {

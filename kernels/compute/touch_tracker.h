@@ -78,17 +78,21 @@ class TouchTracker {
   TouchRound* detached() { return has_detached_ ? &detached_ : nullptr; }
   // REQUIRES: nothing is detached.
   void detach();
-  // Forgets the detached round if there is one, else the current one. Memory beyond what that round used goes back.
+  // Forgets the detached round if there is one, else the current one. Memory beyond what that round used goes back; the rest waits
+  // for the next round, or for the one after the next `detach`.
   void clear();
   std::size_t base_bytes() const;
 
  private:
   void reset(TouchRound* round) const;
+  // A round without rows, with the memory that `round` used.
+  TouchRound emptied(TouchRound* round) const;
 
   const std::uint32_t counter_;
   const std::uint64_t num_table_rows_;
   std::vector<Span> spans_;
   TouchRound current_, detached_;
+  TouchRound spare_;  // memory for the current round once this one is detached
   bool has_detached_ = false;
 };
 

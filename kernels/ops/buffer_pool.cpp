@@ -12,7 +12,7 @@ namespace kstep {
 namespace {
 
 constexpr std::size_t kMinBytes = std::size_t{1} << 20;
-constexpr std::size_t kMaxFreeOutputs = 4, kMaxFreeMessages = 12;
+constexpr std::size_t kMaxFreeOutputs = 4, kMaxFreeMessages = 32, kMaxFreeContributions = 64;
 
 class BufferPool {
  public:
@@ -52,6 +52,11 @@ BufferPool& output_pool() {
   return *instance;
 }
 
+BufferPool& contributions_pool() {
+  static BufferPool* instance = new BufferPool(kMaxFreeContributions);
+  return *instance;
+}
+
 BufferPool& message_pool() {
   static BufferPool* instance = new BufferPool(kMaxFreeMessages);
   return *instance;
@@ -70,12 +75,18 @@ at::Tensor recycled(BufferPool& pool, at::IntArrayRef sizes, std::size_t bytes, 
       options);
 }
 
-}  // namespace
-
-at::Tensor empty_output(at::IntArrayRef sizes) {
+std::size_t num_float_bytes(at::IntArrayRef sizes) {
   std::size_t bytes = sizeof(float);
   for (int64_t size : sizes) bytes *= static_cast<std::size_t>(size);
-  return recycled(output_pool(), sizes, bytes, at::kFloat);
+  return bytes;
+}
+
+}  // namespace
+
+at::Tensor empty_output(at::IntArrayRef sizes) { return recycled(output_pool(), sizes, num_float_bytes(sizes), at::kFloat); }
+
+at::Tensor empty_contributions(at::IntArrayRef sizes) {
+  return recycled(contributions_pool(), sizes, num_float_bytes(sizes), at::kFloat);
 }
 
 at::Tensor empty_message(int64_t num_bytes) {

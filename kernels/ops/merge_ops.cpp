@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor> merge_collect(int64_t group, int64_t table, int64_t t
   std::vector<std::uint64_t> wide;
   const std::uint64_t* row_ids = checked_rows(spec, rows, &wide);
   Tensor counts = at::empty({rows.numel()}, at::kInt);
-  Tensor values = empty_output({num_fields, rows.numel(), dim});
+  Tensor values = empty_contributions({num_fields, rows.numel(), dim});
   check(collect_rows(at, row_ids, static_cast<std::size_t>(rows.numel()), checked_form(form), at::get_num_threads(),
                      counts.mutable_data_ptr<int32_t>(), values.mutable_data_ptr<float>()));
   return {counts, values};

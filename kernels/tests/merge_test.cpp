@@ -78,6 +78,24 @@ TEST(TouchTracker, ListsEachRowOnceWithItsBaseForAnyNumberOfThreads) {
   }
 }
 
+TEST(TouchTracker, RoundsThatAreDetachedTakeTurnsInMemoryThatIsThere) {
+  auto group = make_group();
+  ASSERT_TRUE(group->track(0, 0, {"weight"}).ok());
+  std::vector<const float*> bases;
+  for (int round = 0; round < 4; ++round) {
+    const std::vector<float> before = weights_of(group.get(), {0});
+    update(group.get(), 2, 1);
+    ASSERT_EQ(group->touched_rows(0, 0).size(), kNumRows / 2);
+    bases.push_back(group->tracker(0, 0).current().base(0));
+    EXPECT_EQ(std::memcmp(bases.back(), before.data(), kDim * sizeof(float)), 0) << "round " << round;
+    ASSERT_TRUE(group->detach_touched(0, 0).ok());
+    ASSERT_TRUE(group->clear_touched(0, 0).ok());
+  }
+  EXPECT_NE(bases[1], bases[0]);
+  EXPECT_EQ(bases[2], bases[0]);
+  EXPECT_EQ(bases[3], bases[1]);
+}
+
 TEST(MergeRounds, OneReplicaEndsWhereItWas) {
   auto group = make_group();
   ASSERT_TRUE(group->track(0, 0, {"weight"}).ok());
