@@ -6,6 +6,8 @@ must lie above what a step computes here, which the row `step without floor` tel
 exchanges included, which favours it. 2,048 samples per host and step, 26 tables of the cardinalities of the Criteo Kaggle set,
 dim 64, ids Zipf 1.05, a dense network of 26 x 64 -> 64 -> 1.
 
+Replicas hold all rows of the batches in memory before the clock runs: rounds of a run in progress, not its first ones.
+
 - `kstep`: k = 20, weights merged (`row_states=weights`, union), Adam; training waits for rounds.
 - `torchrec_sync`: every step, tables spread over all hosts table by table by TorchRec's own sharder and kernels (row-wise Adagrad,
   which costs less than Adam), dense parameters under DDP; `torchrec_sync_bf16` with its bf16 codec. Its tables have at most 100,000 rows:
@@ -15,6 +17,7 @@ dim 64, ids Zipf 1.05, a dense network of 26 x 64 -> 64 -> 1.
 Each repeat runs all ways in turn, each in a fresh job whose first round is warm-up. Where namespaces are not permitted it says so.
 """
 
+import argparse
 import json
 import sys
 from collections import defaultdict
@@ -26,6 +29,7 @@ from benchmarks._harness import Harness, Spread
 from benchmarks.hosts import hosts, why_unavailable
 from benchmarks.slow_network_rank import SlowCase
 
+CASES = ("synchronous", "overlapped")
 WIRES = ("fp32", "bf16", "int8")
 FLOOR_MS = {2: 150.0, 4: 300.0}  # of a step, by the number of hosts that share this machine's cores
 MAX_REPEATS = 2
@@ -34,18 +38,26 @@ DEADLINE_S = 400.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs all ways and returns the exit status."""
-    harness = Harness.from_command_line("slow_network", __doc__, argv)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--case", choices=CASES, nargs="+", default=CASES)
+    own.add_argument("--hosts", type=int, choices=tuple(FLOOR_MS), nargs="+", default=tuple(FLOOR_MS))
+    own.add_argument("--floor-only", action="store_true")
+    chosen, rest = own.parse_known_args(argv)
+    options = f"--case: {' '.join(CASES)}. --hosts: 2 4. --floor-only: nothing on the bare machine."
+    harness = Harness.from_command_line("slow_network", f"{__doc__} {options}", rest)
     if reason := why_unavailable():
         print(f"slow_network: skipped: {reason}")
         return 0
     batch, dim, k = (64, 16, 4) if harness.quick else (2048, 64, 20)
     base = SlowCase("kstep", "small" if harness.quick else "criteo", batch, dim, k, "fp32", 0, k, 2 * k)
     num_repeats = min(harness.num_rounds, 1 if harness.quick else MAX_REPEATS)
-    for num_hosts in (2,) if harness.quick else (2, 4):
+    for num_hosts in chosen.hosts[:1] if harness.quick else chosen.hosts:
         floor_ms = 20.0 if harness.quick else FLOOR_MS[num_hosts]
-        for floor, repeats in ((floor_ms, num_repeats), (0.0, 1)):
-            compare_synchronous(harness, base, num_hosts, "100mbit", floor, repeats)
-            compare_overlapped(harness, base, num_hosts, "1gbit", floor, repeats)
+        for floor, repeats in ((floor_ms, num_repeats),) if chosen.floor_only else ((floor_ms, num_repeats), (0.0, 1)):
+            if "synchronous" in chosen.case:
+                compare_synchronous(harness, base, num_hosts, "100mbit", floor, repeats)
+            if "overlapped" in chosen.case:
+                compare_overlapped(harness, base, num_hosts, "1gbit", floor, repeats)
     return harness.finish()
 
 
