@@ -133,7 +133,7 @@ void apply_range(const ApplyMergedArgs& a, std::size_t first, std::size_t last, 
   PositionWalk running(a.running != nullptr ? *a.running : *a.start, rows[begin]);
   const std::size_t row_bytes = a.fields.size() * a.dim * sizeof(float);
   for (std::size_t i = begin; i < end; ++i) {
-    if (i + kRowsAhead < last) prefetch(a.payload[i - first + kRowsAhead], row_bytes);
+    if (i + kRowsAhead < last) prefetch_row(a.payload[i - first + kRowsAhead], row_bytes, a.counter);
     MergedRow row{a.payload[i - first], i, start.find(rows[i]), TouchRound::kNotFound};
     if (row.start != TouchRound::kNotFound && row.start + kRowsAhead < a.start->sorted().size()) {
       prefetch(a.start->base(row.start + kRowsAhead), row_bytes);

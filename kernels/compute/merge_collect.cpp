@@ -65,7 +65,7 @@ bool collect_range(const CollectArgs& a, std::size_t first, std::size_t last, st
   const std::size_t row_bytes = a.fields.size() * a.dim * sizeof(float);
   for (std::size_t i = begin; i < end; ++i) {
     std::byte* payload = a.payload[i - first];
-    if (i + kRowsAhead < last) prefetch(a.payload[i - first + kRowsAhead], row_bytes);
+    if (i + kRowsAhead < last) prefetch_row(a.payload[i - first + kRowsAhead], row_bytes, a.counter);
     const std::size_t position = walk.find(a.rows[i]);
     if (position == TouchRound::kNotFound) return false;
     if (position + kRowsAhead < a.round.sorted().size()) prefetch(a.round.base(position + kRowsAhead), row_bytes);

@@ -21,6 +21,12 @@ inline void prefetch(const void* address, std::size_t bytes) {
   for (std::size_t at = 0; at < std::min(bytes, kMostBytes); at += kCacheLineBytes) __builtin_prefetch(line + at);
 }
 
+// The fields of a row and, behind them, its count of updates.
+inline void prefetch_row(const std::byte* payload, std::size_t field_bytes, std::uint32_t counter) {
+  prefetch(payload, field_bytes);
+  __builtin_prefetch(payload + counter);
+}
+
 // b^e, computed once for the small whole exponents that most rows have.
 class Powers {
  public:

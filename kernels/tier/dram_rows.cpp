@@ -12,6 +12,7 @@ namespace kstep {
 namespace {
 
 constexpr std::size_t kRowsPerTask = 64;  // rows filled by one task of the pool: about 20 us
+constexpr std::size_t kRowsAhead = 8;  // whose places in the index are fetched
 constexpr std::size_t kSlabBytes = 4 * HugeBuffer::kPageBytes;
 
 std::size_t physical_memory_bytes() {
@@ -79,7 +80,11 @@ class DramRows::PackedStorage final : public Storage {
   void find(const std::uint64_t* rows, std::size_t num_rows, std::byte** payload_out,
             std::vector<std::size_t>* fresh) const override {
     for (std::size_t i = 0; i < num_rows; ++i) {
-      if (i + 8 < num_rows && !keys_.empty()) __builtin_prefetch(&keys_[mix(rows[i + 8]) & (keys_.size() - 1)]);
+      if (i + kRowsAhead < num_rows && !keys_.empty()) {
+        const std::size_t ahead = mix(rows[i + kRowsAhead]) & (keys_.size() - 1);
+        __builtin_prefetch(&keys_[ahead]);
+        __builtin_prefetch(&slots_[ahead]);
+      }
       const std::size_t at = keys_.empty() ? 0 : probe(rows[i]);
       if (keys_.empty() || keys_[at] == kEmpty) {
         fresh->push_back(i);
