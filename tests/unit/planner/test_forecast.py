@@ -18,9 +18,11 @@ from torchrec_kstep.cost.calibration import Calibration, calibration_file
 from torchrec_kstep.cost.price import price
 from torchrec_kstep.errors import PlanError, TopologyError
 from torchrec_kstep.planner import plan as plan_module
+from torchrec_kstep.planner import topology_planner as planner_module
 from torchrec_kstep.planner.forecast import Forecast, Measured, comparison_lines, observation, read_comparison, write_comparison
 from torchrec_kstep.planner.plan import plan_alone, topology_planner
 from torchrec_kstep.planner.run_shape import RunShape, merge_weight_bytes
+from torchrec_kstep.planner.search import Problem, Solution, solve
 from torchrec_kstep.planner.tables import find_tables
 from torchrec_kstep.planner.traces import Usage, traced_usage
 from torchrec_kstep.topology import topology_text
@@ -179,9 +181,18 @@ def test_a_run_is_never_predicted_to_be_slower_than_as_torchrec_plans_it(monkeyp
         asked.append(stock(*arguments))
         return asked[-1]
 
+    starts: list[np.ndarray] = []
+
+    def searched(problem: Problem, **options: Any) -> Solution:
+        starts.extend(options["starts"])
+        return solve(problem, **options)
+
     monkeypatch.setattr(plan_module, "_torchrec_plan", spied)
+    monkeypatch.setattr(planner_module, "solve", searched)
     told: list[Forecast] = []
     plan_alone(model, PlannerConfig(), world, sharders("tiered"), batch_size=512, run=RunShape(num_hosts=2), tell=told.append)
+    assert len(starts) == 1
+    assert (starts[0] >= 0).all(), "the search began at TorchRec's place of every table"
     (theirs,), made = asked, told[0]
     work = np.zeros_like(made.work)
     for config in find_tables(model)["0"]:

@@ -115,6 +115,13 @@ def test_rows_move_to_ssd_where_dram_ends_and_the_hot_ones_stay() -> None:
     assert sum(table.cache_bytes for table in made.placement.tables) <= 500 << 20
 
 
+def test_a_full_drive_is_told_with_the_bytes_that_it_lacks() -> None:
+    """What is free on the drives of a run is what its rows on SSD must fit into, whatever the topology declares."""
+    made = planner(world=1, per_host=1, dram_bytes_per_host=1 << 20, ssd_bytes_per_host=4 << 20)
+    with pytest.raises(PlanError, match=r"drives of host is \d+\.?\d* MiB short \(.* needed, 4 MiB usable\)"):
+        made.plan(task([1_000_000]), sharders("tiered"))
+
+
 def test_a_rank_behind_a_slow_link_gets_less() -> None:
     """TorchRec's topology has no field to say it."""
     a10 = load_topology(find_topology("a10_pcie_8"))

@@ -30,7 +30,7 @@ def random_problem(seed: int, max_tables: int = 4, num_ranks: int = 2, repeats: 
         int(rng.choice([256, 4096])), world_size=num_ranks, local_world_size=num_ranks // num_hosts, prefetch=bool(rng.integers(2))
     )
     machine = Machine.of(ClusterTopology("c", (host,)).with_hosts(num_hosts), setup)
-    tables = []
+    tables: list[Table] = []
     for index in range(int(rng.integers(1, max_tables + 1))):
         if repeats and tables and rng.random() < 0.5:
             tables.append(tables[-1])
@@ -68,6 +68,8 @@ def test_bursts_count_alike_in_prices_searches_and_bounds(seed: int) -> None:
     if best.overflow > 0:
         return
     assert price(problem.machine, problem.work_of(choice)[0]).seconds == pytest.approx(best.step_s, rel=1e-9)
+    loads = problem.totals(choice)[0][None]
+    assert problem.step_seconds(loads, doublings=6)[0][0] <= 1.1 * best.step_s, "a high norm is near the busiest resource"
     found = solve(problem, max_exhaustive=0)
     assert found.score.step_s == pytest.approx(best.step_s, rel=1e-5)
     assert found.bound_s <= best.step_s * (1 + 1e-6)
