@@ -17,12 +17,13 @@ MAX_FAULTS = 10  # of the interpreter; without recycling there are more than twe
 
 
 def faults_of(round_: Callable[[], object]) -> int:
-    """Page faults of this process in a round, after two others."""
-    for _ in range(2):
+    """Least page faults of this process in one of five rounds, after two others: what else goes on only adds some."""
+    found = []
+    for _ in range(7):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         round_()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    round_()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(found[2:])
 
 
 def test_as_many_messages_as_a_round_has_come_back() -> None:
