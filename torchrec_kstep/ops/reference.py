@@ -4,7 +4,6 @@ Written for clarity: every table is dense. `group` is a `ReferenceGroup` here. A
 compiled ones, with one condition: the sums below must be taken in the order written, which on the CPU they are.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +13,7 @@ import torch
 
 from torchrec_kstep.errors import DataError
 from torchrec_kstep.ops.batch import IGNORED_POSITION, Dedup, InitKind, OutOfRange, Pooling, RowGradients, TableSpec
+from torchrec_kstep.ops.row_clip import cow_clip_factors
 from torchrec_kstep.optim_spec import LAST_STEP, AdamSpec, CowClip, OptimizerSpec, RowwiseAdagradSpec, SgdSpec, touches_field
 
 _LANES = 16  # partial sums of a row: column j goes to lane j % 16
@@ -496,12 +496,8 @@ def inverse_bias(beta: float, steps: Sequence[int]) -> torch.Tensor:
 
 
 def _clip_rows(clip: CowClip, weight: torch.Tensor, grad: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    weight_norm, grad_norm = _sqrt(_lane_sum(weight * weight)), _sqrt(_lane_sum(grad * grad))
-    floor = _f32(clip.ratio * math.sqrt(grad.shape[1]) * clip.zeta)
-    limit = _f32(clip.ratio) * counts.to(torch.float32) * torch.maximum(weight_norm, floor)
-    is_over = grad_norm > limit
-    scale = torch.where(is_over, limit / torch.where(is_over, grad_norm, 1.0), 1.0)
-    return scale[:, None] * grad
+    weight_norms, grad_norms = _sqrt(_lane_sum(weight * weight)), _sqrt(_lane_sum(grad * grad))
+    return cow_clip_factors(clip, grad.shape[1], grad_norms, weight_norms, counts)[:, None] * grad
 
 
 def _f32(value: float) -> torch.Tensor:

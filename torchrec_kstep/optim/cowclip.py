@@ -1,10 +1,9 @@
 """CowClip for dense gradients: the rule of the fused kernels as a plain function, for tables that `torch.optim` steps."""
 
-import math
-
 import torch
 
 from torchrec_kstep.errors import DataError
+from torchrec_kstep.ops.row_clip import cow_clip_factors
 from torchrec_kstep.optim_spec import CowClip
 
 
@@ -34,8 +33,4 @@ def cow_clip(weight: torch.Tensor, grad: torch.Tensor, counts: torch.Tensor, cli
             f"cow_clip: expected weight and grad [rows, dim] and counts [rows], got {list(weight.shape)}, {list(grad.shape)} and "
             f"{list(counts.shape)}"
         )
-    floor = clip.ratio * math.sqrt(weight.shape[1]) * clip.zeta
-    limit = clip.ratio * counts.clamp(min=1).to(grad.dtype) * weight.norm(dim=1).clamp(min=floor)
-    norm = grad.norm(dim=1)
-    scale = torch.where(norm > limit, limit / torch.where(norm > limit, norm, 1.0), 1.0)
-    return grad * scale[:, None]
+    return grad * cow_clip_factors(clip, weight.shape[1], grad.norm(dim=1), weight.norm(dim=1), counts)[:, None]

@@ -1,6 +1,5 @@
 """CowClip where a row's columns lie in several places: ranks add up the squares of its norms before the row is updated."""
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from torchrec.distributed.types import ParameterSharding
 from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_kstep.ops.batch import RowGradients
+from torchrec_kstep.ops.row_clip import cow_clip_factors
 from torchrec_kstep.optim_spec import CowClip
 from torchrec_kstep.sharding.tiered.kernel import TieredKernel
 from torchrec_kstep.sharding.tiered.shards import TableShard, column_parts
@@ -107,19 +107,15 @@ class ColumnClip(EmptyFusedOptimizer):  # type: ignore[misc]  # torchrec has no 
             self.num_bytes += values.numel() * values.element_size()
 
     def _factors(self, kernel: TieredKernel, summed: RowGradients, squares: torch.Tensor) -> torch.Tensor:
-        """Returns `[U]`: the rule of `torchrec_kstep.optim.cow_clip`, 1 for tables that are exempt."""
-        grad_norm, weight_norm = squares.sqrt()
-        counts = summed.counts.to(torch.float32)
-        factors = torch.ones_like(counts)
+        """Returns `[U]`, 1 for tables that are exempt."""
+        grad_norms, weight_norms = squares.sqrt()
+        factors = torch.ones_like(grad_norms)
         bounds = summed.table_offsets.tolist()
         for shard in kernel.shards:
             if not self._clip.covers(shard.table):
                 continue
             rows = slice(bounds[shard.index], bounds[shard.index + 1])
-            floor = self._clip.ratio * math.sqrt(shard.size[1]) * self._clip.zeta
-            limit = self._clip.ratio * counts[rows] * weight_norm[rows].clamp(min=floor)
-            is_over = grad_norm[rows] > limit
-            factors[rows] = torch.where(is_over, limit / torch.where(is_over, grad_norm[rows], 1.0), 1.0)
+            factors[rows] = cow_clip_factors(self._clip, shard.size[1], grad_norms[rows], weight_norms[rows], summed.counts[rows])
         return factors
 
 
