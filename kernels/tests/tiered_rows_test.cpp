@@ -1,10 +1,13 @@
 // TieredRows against a plain map: any cache size, depth, backend and schedule gives the same bytes.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <map>
+#include <numeric>
 #include <random>
+#include <thread>
 
 #include "cache/clairvoyant.h"
 #include "cache/row_cache.h"
@@ -267,6 +270,37 @@ TEST(TieredRows, CleaningInTheMiddleOfARoundMovesNoRowUnderItsReader) {
   EXPECT_GT(source->counters()[0].at("cleaner_written_bytes"), 0.0);
   const SpaceUsage usage = source->usage();
   EXPECT_LE(usage.unheld_bytes, 1.5 * usage.live_unit_bytes + 1.5 * (1u << 20));
+}
+
+TEST(TieredRows, WaitingForAPieceOfIdleCleaningIsCountedAndIsAPartOfWaiting) {
+  FaultyEnv env;
+  TieredOptions options = make_options(&env, {0, 0, IoBackend::Inline, 0});
+  options.store.tables = {make_table(0, "t", 20000, 16)};
+  options.cache_bytes = {30000 * (128 + RowCache::kOverheadBytes)};
+  std::unique_ptr<TieredRows> source;
+  ASSERT_TRUE(TieredRows::make(options, &source).ok());
+  std::vector<std::uint64_t> rows(20000);
+  std::iota(rows.begin(), rows.end(), 0);
+  std::vector<std::byte*> payloads(rows.size());
+  std::mt19937_64 rng(8);
+  env.set_read_delay_us(5000);  // every row is in the cache: only the cleaner reads
+  for (int i = 0; i < 25; ++i) {
+    std::vector<std::uint64_t> some;
+    for (const std::uint64_t row : rows) {
+      if (i == 0 || rng() % 3 == 0) some.push_back(row);
+    }
+    PinTicket ticket = kNoTicket;
+    ASSERT_TRUE(source->pin(0, some.data(), some.size(), PinMode::Update, payloads.data(), &ticket).ok());
+    ASSERT_TRUE(source->unpin(ticket, true).ok());
+    ASSERT_TRUE(source->flush().ok());
+    ASSERT_TRUE(source->pin(0, rows.data(), 10, PinMode::Read, payloads.data(), &ticket).ok());
+    ASSERT_TRUE(source->unpin(ticket, false).ok());
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // cleaning begins
+  }
+  const auto counters = source->counters()[0];
+  EXPECT_GT(counters.at("cleaner_read_bytes"), 0.0);
+  EXPECT_GT(counters.at("cleaner_stall_s"), 0.003);
+  EXPECT_LE(counters.at("cleaner_stall_s"), counters.at("stall_s"));
 }
 
 TEST(TieredRows, SnapshotsRestoreToTheSameBitsAndReadOnlyWhileTrainingGoesOn) {

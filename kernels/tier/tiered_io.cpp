@@ -49,11 +49,13 @@ void TieredRows::io_loop() {
       run_round();
       may_clean_ = true;
     } else if (is_idle) {
+      const auto start = std::chrono::steady_clock::now();
       const Status status = store_->clean_when_idle(&may_clean_);
       if (!status.ok()) {
         background_status_ = status;
         may_clean_ = false;
       }
+      count_cleaner_stall(start);
     }
     lock.lock();
     for (Job* job : releasing_) {
@@ -160,8 +162,13 @@ void TieredRows::run_round() {
   if (status.ok()) status = drain_overflow();
   if (!status.ok()) background_status_ = status;
   drop_overflow(kRoundsBeforeDrop);
+  count_cleaner_stall(start);
+}
+
+// A caller that came in the middle of what began at `start` waited for the rest of it only.
+void TieredRows::count_cleaner_stall(std::chrono::steady_clock::time_point start) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (is_caller_waiting_) cleaner_stall_s_ += seconds_since(start);
+  if (is_caller_waiting_) cleaner_stall_s_ += seconds_since(std::max(start, waiting_since_));
 }
 
 // Finds, or makes, a pinned slot for each row of the job that has none yet.

@@ -140,11 +140,11 @@ Status TieredRows::pin(std::uint32_t table, const std::uint64_t* unique_rows, st
   job->is_demanded = true;
   work_ready_.notify_one();
   if (job->state == Job::State::Queued) {
-    const auto start = std::chrono::steady_clock::now();
+    waiting_since_ = std::chrono::steady_clock::now();
     is_caller_waiting_ = true;
     job_done_.wait(lock, [job] { return job->state == Job::State::Ready || job->state == Job::State::Failed; });
     is_caller_waiting_ = false;
-    counters_[table]->stall_s += seconds_since(start);
+    counters_[table]->stall_s += seconds_since(waiting_since_);
   }
   if (job->state == Job::State::Failed) {
     Status status = job->status;

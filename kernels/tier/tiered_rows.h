@@ -12,6 +12,7 @@
 // Ownership and threads: as RowSource says; the I/O thread is joined in the destructor.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -80,6 +81,7 @@ class TieredRows final : public RowSource {
   void io_loop();
   bool choose_round();
   void run_round();
+  void count_cleaner_stall(std::chrono::steady_clock::time_point start);
   Scan scan(Job* job, Status* status);
   Scan find_room(Job* job, CacheClass* cache_class, std::uint32_t* slot, Status* status);
   Status append_slot(CacheClass* cache_class, std::uint32_t slot);
@@ -120,6 +122,7 @@ class TieredRows final : public RowSource {
   std::uint64_t num_dropped_hints_ = 0;
   std::uint64_t num_failed_prefetches_ = 0;
   bool is_caller_waiting_ = false;
+  std::chrono::steady_clock::time_point waiting_since_;  // of the caller, while it waits
   bool stopping_ = false;
 
   // Used by the I/O thread only.
