@@ -82,7 +82,10 @@ def _check_leftovers(job: TrainingJob) -> None:
         assert {path.name.rpartition("-")[2] for path in (store / "snapshots").iterdir()} == steps, store
 
 
-@pytest.mark.parametrize(("num_ranks", "kinds"), [(1, ("any", "snapshot")), (2, ("publishing",))])
+@pytest.mark.parametrize(
+    ("num_ranks", "kinds"),
+    [(1, ("any",)), pytest.param(1, ("snapshot",), marks=pytest.mark.slow), pytest.param(2, ("publishing",), marks=pytest.mark.slow)],
+)
 def test_a_killed_run_continues_to_the_bits_of_an_unbroken_one(tmp_path: Path, num_ranks: int, kinds: tuple[str, ...]) -> None:
     _kill_many_times(tmp_path, num_ranks, len(kinds), random.randrange(1 << 30), kinds)
 

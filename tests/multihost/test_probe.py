@@ -9,6 +9,7 @@ from torchrec_kstep.topology import load_topology
 from torchrec_kstep.units import KIB
 
 
+@pytest.mark.slow
 def test_a_shaped_link_is_described_by_its_rate_and_its_burst(tmp_path: Path) -> None:
     """100 Mbit/s through a bucket of 256 KiB; the planner would else take small exchanges for slow ones.
 

@@ -36,7 +36,7 @@ TWO_HOSTS = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "local_world_size"), [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("world_size", "local_world_size"), [(1, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_training_equals_an_unsharded_collection(spawn_ranks: SpawnRanks, world_size: int, local_world_size: int) -> None:
     """Otherwise a lost row, a wrong gradient scale or an average taken twice would hide behind a falling loss."""
     cases = TWO_HOSTS if local_world_size < world_size else FAST_CASES

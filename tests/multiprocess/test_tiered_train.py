@@ -66,8 +66,17 @@ def test_a_cache_of_any_size_trains_bit_for_bit_as_dram(tmp_path: Path, dram_byt
         assert_equal_bits(fingerprints(actual), fingerprints(expected))
 
 
-@pytest.mark.parametrize("absent_rows", ["skip", "replay"])
-@pytest.mark.parametrize("tables", ["dram", "store", "full"])
+@pytest.mark.parametrize(
+    ("tables", "absent_rows"),
+    [
+        ("dram", "skip"),
+        ("store", "replay"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("dram", "replay"), ("store", "skip"), ("full", "skip"), ("full", "replay"))
+        ),
+    ],
+)
 def test_resuming_equals_not_stopping_bit_for_bit(tmp_path: Path, tables: str, absent_rows: str) -> None:
     """Rows, moments and the number of steps all come back. Whole tables are read by any store, snapshots by their own."""
     config = tiered_config(

@@ -71,17 +71,8 @@ def run_two_ranks(way: str, culprit: int, signum: int | None = None) -> list[End
             process.wait()
 
 
-FAST = [
-    ("none", 0),
-    ("exception-before", 1),
-    ("exception-between", 1),
-    ("signalled_exception-between", 1),
-    ("our_error-between", 0),
-    ("exit-between", 1),
-    ("kill-between", 0),
-    ("exception-after", 1),
-    ("exception-busy", 1),
-]
+FAST = [("none", 0), ("exception-between", 1), ("our_error-between", 0), ("exit-between", 1), ("kill-between", 0)]
+RAISING_SLOW = [("exception-before", 1), ("signalled_exception-between", 1), ("exception-after", 1), ("exception-busy", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +90,12 @@ def test_a_job_without_trouble_ends_with_zero_and_says_nothing(jobs: Jobs) -> No
         assert (ended.code, ended.stdout, ended.stderr) == (0, f"rank {rank} is done\n", "")
 
 
-@pytest.mark.parametrize(("way", "culprit"), [job for job in FAST if "exception" in job[0] or "our_error" in job[0]])
+@pytest.mark.parametrize(
+    ("way", "culprit"),
+    [("exception-between", 1), ("our_error-between", 0), *(pytest.param(*job, marks=pytest.mark.slow) for job in RAISING_SLOW)],
+)
 def test_a_rank_that_raises_ends_the_job_with_its_cause_once(jobs: Jobs, way: str, culprit: int) -> None:
-    ended = jobs[way, culprit].result(WALL_LIMIT_S)
+    ended = jobs[way, culprit].result(WALL_LIMIT_S) if (way, culprit) in jobs else run_two_ranks(way, culprit)
     assert [process.code for process in ended] == [1, 1]
     everything = "".join(process.stderr for process in ended)
     assert everything.count(f"ValueError: {CAUSE}" if "exception" in way else f"error (rank {culprit}): {CAUSE}") == 1
@@ -121,7 +115,7 @@ def test_the_rank_with_the_store_can_vanish_too(jobs: Jobs) -> None:
     assert "rank 1 stopped: lost the job's store, because the process that holds it ended" in ended[1].stderr
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_job_cleanly(signum: signal.Signals) -> None:
     ended = run_two_ranks("wait", 0, signum)
     assert ended[0].code == 128 + signum

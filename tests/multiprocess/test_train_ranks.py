@@ -84,6 +84,8 @@ def _resume_everywhere(world: World, folder: Path) -> dict[str, dict[str, torch.
     return results
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_resuming_on_two_ranks_is_exact_and_one_rank_reads_the_same_tables(spawn_ranks: SpawnRanks, tmp_path: Path) -> None:
     by_rank = spawn_ranks(_resume_everywhere, 2, args=(tmp_path,), timeout_s=150)
     with one_rank_group() as world:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.making import bag_of, make_prepared_set
@@ -69,6 +69,7 @@ def check_epoch(data: PreparedSet, world_size: int, batch_size: int, micro_batch
     return sets
 
 
+@settings(max_examples=40)
 @given(
     files=row_group_files,
     shuffle_row_groups=st.sampled_from([1, 2, 3, 4, 16]),

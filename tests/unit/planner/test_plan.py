@@ -21,6 +21,8 @@ from torchrec_kstep.world import World
 
 META = torch.device("meta")
 WORLDS = {"1x1": World(0, 1, 0, 1), "1x2": World(0, 2, 0, 2), "2x2": World(0, 4, 0, 2), "2x8": World(0, 16, 0, 8)}
+# A plan for sixteen ranks takes seconds.
+EACH_WORLD = [pytest.param(name, marks=pytest.mark.slow if name == "2x8" else ()) for name in WORLDS]
 SHARDINGS = ("auto", "data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise")
 
 
@@ -40,7 +42,7 @@ def plan(
     return plan_alone(task, config, world, build_sharders(config, optim), batch_size=64, memory_per_rank_bytes=memory_bytes)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", EACH_WORLD)
 @pytest.mark.parametrize(
     ("sharding", "kernel"),
     [(sharding, kernel) for sharding in SHARDINGS for kernel in ("dense", "fused") if (sharding, kernel) != ("data_parallel", "fused")],
@@ -146,7 +148,7 @@ def test_averages_that_torchrec_gets_right_are_planned(tables: dict[str, str]) -
 
 @pytest.mark.parametrize("kernel", ["dense", "fused"])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", EACH_WORLD)
 def test_auto_never_chooses_what_is_refused(kernel: str, pooling: str, world: str) -> None:
     """Otherwise the default would fail on ordinary data."""
     plan(make_task([1, 2, 3, 5, 17, 100_000], pooling=pooling), PlannerConfig(kernel=kernel), WORLDS[world])
