@@ -78,6 +78,7 @@ class TiersConfig:
     """Where the rows of tiered tables live (planner.kernel=tiered). Sizes are per host, over all its ranks."""
 
     name: str = "dram"  # dram: all rows in DRAM; dram_ssd: a cache in DRAM over SSD
+    dram_layout: str = "auto"  # auto | direct | packed: memory for all rows at once, or for touched ones through an index (dram)
     dram_bytes: str = "1GiB"  # cache of rows, e.g. 8GiB (dram_ssd)
     ssd_paths: list[str] = field(default_factory=list)  # folders, one per drive, for this run alone; [] = run_dir/rows/host<n> (dram_ssd)
     ssd_bytes: str = ""  # quota over all paths, e.g. 1TiB; "" = what the drives hold (dram_ssd)

@@ -30,6 +30,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "planner.tables": _SHARDINGS,
     "planner.engine": ("topology", "torchrec"),
     "tiers.name": ("dram", "dram_ssd"),
+    "tiers.dram_layout": ("auto", "direct", "packed"),
     "routes.name": ("auto", "off"),
     "routes.cores": ("node", "own", "any"),
     "optim.dense": ("adam", "sgd", "adagrad"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torchrec.distributed.types import ModuleSharder, ShardingType
@@ -10,6 +10,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec_kstep.config.schema import KStepConfig, OptimConfig, PlannerConfig, TiersConfig
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.merge_spec import RECIPES
+from torchrec_kstep.ops.row_group import DramLayout
 from torchrec_kstep.optim_spec import AdamSpec, CowClip, OptimizerSpec, RowwiseAdagradSpec, SgdSpec
 from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder
 from torchrec_kstep.tier_config import TierConfig
@@ -98,6 +99,7 @@ def build_sharders(
                 tier_config(tiers or TiersConfig(), path_weights),
                 world=world,
                 deferred=is_deferred,
+                dram_layout=cast(DramLayout, tiers.dram_layout) if tiers else "auto",
             )
         ]
     if planner.kernel == "dense":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torchrec_kstep.ops.batch import TableSpec
-from torchrec_kstep.ops.row_group import RowGroup
+from torchrec_kstep.ops.row_group import DramLayout, RowGroup
 from torchrec_kstep.optim_spec import OptimizerSpec
 from torchrec_kstep.sharding.tiered.shares import StoreShare, quota_of
 from torchrec_kstep.storage.tiered_tables import TieredTables
@@ -29,10 +29,20 @@ class RowsOpener(Protocol):
         """
 
 
-def open_in_dram(name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec, share: StoreShare) -> RowGroup:
-    """Opens rows that all live in DRAM, each taking memory from its first update on."""
-    del name, share
-    return RowGroup.in_dram(tables, optimizer)
+@dataclass(frozen=True)
+class OpenInDram:
+    """Opens rows that all live in DRAM, each taking memory from its first update on.
+
+    Attributes:
+        layout: as in `RowGroup.in_dram`.
+    """
+
+    layout: DramLayout = "auto"
+
+    def __call__(self, name: str, tables: Sequence[TableSpec], optimizer: OptimizerSpec, share: StoreShare) -> RowGroup:
+        """Makes the group."""
+        del name, share
+        return RowGroup.in_dram(tables, optimizer, self.layout)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from torchrec_kstep.ops.row_group import DramLayout
 from torchrec_kstep.optim_spec import OptimizerSpec
 from torchrec_kstep.sharding.tiered.collection import ShardedTieredEmbeddingBagCollection
 from torchrec_kstep.sharding.tiered.lookups import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
-from torchrec_kstep.sharding.tiered.opening import OpenOnSsd, RowsOpener, open_in_dram
+from torchrec_kstep.sharding.tiered.opening import OpenInDram, OpenOnSsd, RowsOpener
 from torchrec_kstep.sharding.tiered.sequence_collection import ShardedTieredEmbeddingCollection
 from torchrec_kstep.sharding.tiered.shares import ModulePlans, ModuleTables, TierShares, check_quota
 from torchrec_kstep.sharding.tiered.state import planned_rank
@@ -37,6 +38,7 @@ class _TieredSharder:
         world: World | None = None,
         deferred: bool = False,
         seed: int = 0,
+        dram_layout: DramLayout = "auto",
         fused_params: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -49,12 +51,13 @@ class _TieredSharder:
             deferred: update rows in `optimizer.step()`, once for all backwards since `zero_grad()`, instead of inside each
                 backward: gradient accumulation and several losses per step work as with ordinary parameters.
             seed: of the initial rows whose `init_fn` brings none.
+            dram_layout: of rows that all live in DRAM, as in `RowGroup.in_dram`.
             fused_params: parameters of TorchRec's own fused kernels.
             options: of TorchRec's sharder.
         """
         super().__init__(fused_params=fused_params, **options)  # type: ignore[call-arg]  # TorchRec's sharder, beside this class
         self.optimizer = optimizer
-        self._open_rows: RowsOpener = open_in_dram if tiers is None else OpenOnSsd(tiers, world or World.from_torchrun())
+        self._open_rows: RowsOpener = OpenInDram(dram_layout) if tiers is None else OpenOnSsd(tiers, world or World.from_torchrun())
         self._divided: tuple[ModulePlans, ModuleTables] | None = None
         self._is_deferred = deferred
         self._seed = seed
