@@ -20,9 +20,10 @@ from torchrec_kstep.merge.in_process import InProcessMerger
 from torchrec_kstep.merge_spec import MergeSpec
 from torchrec_kstep.models import CTRTask, build_model
 from torchrec_kstep.optim.build import split_parameters
-from torchrec_kstep.optim.build_kstep import merge_spec
+from torchrec_kstep.optim.build_kstep import merge_spec, stages_of
 from torchrec_kstep.optim.frozen import FrozenAdam
 from torchrec_kstep.optim.keyed import TorchOptimizer, torch_optimizer
+from torchrec_kstep.optim.period import Period
 from torchrec_kstep.planner import make_plan
 from torchrec_kstep.sharding import build_sharders, shard_task
 from torchrec_kstep.sharding.tiered.state import kernels_of_model
@@ -135,7 +136,7 @@ class Replicas:
         """Builds equal replicas."""
         self.members = [make_replica(config, schema, kstep, num_replicas) for _ in range(num_replicas)]
         self._kernels = [kernels_of_model(replica.dmp) for replica in self.members]
-        self._k = kstep.k
+        self._period = Period(stages_of(kstep))
         self._num_rounds = self._num_steps = self._num_unmerged_steps = 0
         self._rows: InProcessMerger | None = None
         if num_replicas > 1:
@@ -154,7 +155,7 @@ class Replicas:
             replica.step(batch)
         self._num_steps += 1
         self._num_unmerged_steps += 1
-        if self._num_unmerged_steps == self._k:
+        if self._num_unmerged_steps >= self._period(self._num_steps - 1):
             self.merge(is_full=False)
 
     def merge(self, is_full: bool = True) -> None:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.kstep_study --work runs/kstep_study                       the whole study
     python -m benchmarks.kstep_study --stages k by_user --seeds 1                  parts of it
+    python -m benchmarks.kstep_study --stages variants --methods "default, frozen" --seeds 3
 
 Replicas live in one process and take turns (`kstep_replicas`). Every method sees the same global batches in the same order and
 starts from the same weights; differences are paired by seed. Learning rates were chosen on validation with seed 1, for each method
@@ -12,8 +13,8 @@ Synchronous training is one replica with the whole global batch, Adam with globa
 correction; each method is compared with that of its own bias correction and with the better of the two. k = 1 is synchronous
 training, so its rows are those of the synchronous runs.
 
-Every run is one line of `<work>/<data>.jsonl`, so the study can be interrupted, and `study.md` and `study.svg` there are written
-anew after each stage.
+Every run is one line of `<work>/<data>.jsonl`, so the study can be interrupted and divided among processes, and `study.md` and the
+plots there are written anew after each stage.
 """
 
 import argparse
@@ -55,14 +56,17 @@ class Method:
     Attributes:
         recipe: its base.
         settings: keys of `KStepConfig` that differ from the recipe.
+        falls: whether the last third of all steps has half of k.
     """
 
     recipe: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    falls: bool = False
 
-    def config(self, k: int) -> KStepConfig:
-        """Returns the configuration."""
-        return KStepConfig(k=k, recipe=self.recipe, **self.settings)
+    def config(self, k: int, num_steps: int = 0) -> KStepConfig:
+        """Returns the configuration of a run of `num_steps` steps."""
+        stages = [f"{2 * num_steps // 3}:{k // 2}"] if self.falls else []
+        return KStepConfig(k=k, recipe=self.recipe, stages=stages, **self.settings)
 
     @property
     def bias(self) -> str:
@@ -80,6 +84,7 @@ METHODS = {
     "default": Method("default"),
     "paper": Method("paper"),
     "default, bf16": Method("default", {"wire": "bf16"}),
+    "default, half of k in the last third": Method("default", falls=True),
     "default, int8": Method("default", {"wire": "int8"}),
     "default, moments of rows local": Method("default", {"row_states": "weights"}),
     "default, m every 3, v every 6 rounds": Method("default", {"m_period_rounds": 3, "v_period_rounds": 6}),
@@ -95,7 +100,7 @@ METHODS = {
     "paper, frozen, amsgrad": Method("paper", {"variant": "frozen", "is_amsgrad": True}),
     "paper, bf16": Method("paper", {"wire": "bf16"}),
 }
-VARIANTS = tuple(name for name in METHODS if "," in name and not any(word in name for word in ("bf16", "int8", "every")))
+VARIANTS = tuple(name for name in METHODS if "," in name and not any(word in name for word in ("bf16", "int8", "every", "half")))
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,10 @@ class Stage:
     ks: tuple[int, ...] = (20,)
     num_seeds: int = 3
 
+    def only(self, methods: Sequence[str] | None) -> "Stage":
+        """Returns the part with some of the methods; None = all."""
+        return self if methods is None else replace(self, methods=tuple(name for name in self.methods if name in methods))
+
 
 STAGES = {
     "k": Stage("MovieLens-1M, DeepFM, over k", "ml1m", ("default", "paper"), (5, 20, 50, 100)),
@@ -200,6 +209,7 @@ STAGES = {
     "ml1m_wires": Stage("MovieLens-1M, narrow wires", "ml1m", ("default", "default, bf16", "default, int8")),
     "ml1m_variants": Stage("MovieLens-1M, variants", "ml1m", ("default", "paper", *VARIANTS), num_seeds=1),
     "cowclip": Stage("Frappe, CowClip at 4,096 rows per step", "frappe_cowclip", ("default", "paper"), (5, 20)),
+    "falling": Stage("Frappe, a smaller k at the end", "frappe", ("default", "default, half of k in the last third"), num_seeds=5),
     "frappe_k": Stage("Frappe, DeepFM, over k", "frappe", ("default", "paper"), (5, 10, 20, 50, 100)),
 }
 
@@ -229,7 +239,8 @@ def train(run: Run, task: Task, config: RunConfig, rows: Mapping[Split, Rows], n
         train=replace(config.train, seed=run.seed, batch_size=task.batch_size * num_replicas // num_trained),
         optim=replace(config.optim, lr=lr, embedding_lr=lr * task.table_lr),
     )
-    replicas = Replicas(config, rows["train"].schema, method.config(run.k), num_trained)
+    num_steps = task.num_passes * sum(1 for _ in steps(task, rows["train"], num_replicas, run.seed, epoch=0))
+    replicas = Replicas(config, rows["train"].schema, method.config(run.k, num_steps), num_trained)
     for epoch in range(task.num_passes):
         for replica in replicas.members:
             replica.dmp.train()
@@ -265,12 +276,14 @@ class Results:
         """Reads what was done before; the data only when a run is missing."""
         self._task, self._work, self._source, self._num_replicas = TASKS[name], work, source, num_replicas
         self._path = work / f"{name}.jsonl"
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        self._done: dict[str, dict[str, float]] = {entry["key"]: entry for entry in map(json.loads, lines)}
+        self._done: dict[str, dict[str, float]] = {}
+        self._read()
         self._loaded: tuple[RunConfig, dict[Split, Rows]] | None = None
 
     def result(self, run: Run) -> dict[str, float]:
         """Returns AUC and LogLoss by split, training only if need be."""
+        if run.key not in self._done:
+            self._read()  # another process may have done it
         if run.key not in self._done:
             config, rows = self._load()
             begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
@@ -299,6 +312,10 @@ class Results:
     def cpu_seconds(self) -> float:
         """Processor time of all runs so far."""
         return sum(entry["cpu_seconds"] for entry in self._done.values())
+
+    def _read(self) -> None:
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        self._done |= {entry["key"]: entry for entry in map(json.loads, lines)}
 
     def _load(self) -> tuple[RunConfig, dict[Split, Rows]]:
         if self._loaded is None:
@@ -424,6 +441,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/kstep_study"), help="results and prepared sets")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=0, help="seeds of every stage; 0 = as each stage says")
+    parser.add_argument("--methods", choices=METHODS, nargs="+", help="of those that a stage compares, these only")
     parser.add_argument("--tune", action="store_true", help="choose every learning rate on validation, seed 1")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -435,7 +453,7 @@ def main(argv: list[str] | None = None) -> int:
         results = {name: Results(name, work, options.source.resolve(), options.replicas) for name in TASKS}
         tables: dict[str, str] = {}
         for name in options.stages:
-            stage = STAGES[name]
+            stage = STAGES[name].only(options.methods)
             lines = compare(results[stage.task], stage, options.seeds or stage.num_seeds, options.tune)
             tables[name] = table(stage.title, lines, options.replicas)
             print(tables[name], flush=True)

@@ -29,11 +29,10 @@ def build_kstep_adam(
     """
     recipe = RECIPES["paper" if kstep.recipe == "paper" else "default"]
     rule = row_optimizer(optim, kstep, env.num_replicas)
-    stages = {0: kstep.k} | {int(first): int(k) for first, k in (stage.split(":") for stage in kstep.stages)}
     return KStepAdam(
         dmp,
         env=env,
-        k=stages,
+        k=stages_of(kstep),
         lr=optim.lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
@@ -48,6 +47,11 @@ def build_kstep_adam(
         num_warmup_steps=kstep.num_warmup_steps,
         num_steps_per_pass=num_steps_per_pass,
     )
+
+
+def stages_of(kstep: KStepConfig) -> dict[int, int]:
+    """Returns k by the step from which it holds."""
+    return {0: kstep.k} | {int(first): int(k) for first, k in (stage.split(":") for stage in kstep.stages)}
 
 
 def merge_spec(kstep: KStepConfig, seed: int = 0) -> MergeSpec:

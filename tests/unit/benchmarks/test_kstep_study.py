@@ -1,5 +1,6 @@
 """The accuracy study of merged replicas: who trains which rows, crosses, the choice of rates, tables and plots. Layer: unit."""
 
+import json
 import math
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.kstep_rows import Column, Rows, add_cross, owners, shuffled, shuffled_by_owner
-from benchmarks.kstep_study import METHODS, STAGES, SYNC, TASKS, Line, Results, climb, plot, rate, table
+from benchmarks.kstep_study import METHODS, STAGES, SYNC, TASKS, Line, Results, Run, climb, plot, rate, table
 from torchrec_kstep.data.manifest import NUM_RESERVED_IDS, UNSEEN_ID
 from torchrec_kstep.types import FeatureSchema, SparseFeature
 
@@ -96,6 +97,23 @@ def test_stages_name_what_there_is() -> None:
 )
 def test_a_variant_has_the_rate_of_its_recipe_unless_its_bias_correction_is_another(method: str, lr: float, tmp_path: Path) -> None:
     assert Results("frappe", tmp_path, tmp_path, 4).lr(method, 20, is_tuned=False) == lr
+
+
+def test_a_stage_can_be_done_in_parts() -> None:
+    stage = STAGES["variants"]
+    assert stage.only(None) is stage
+    assert stage.only(["default, frozen", "default", "default, bf16"]).methods == ("default", "default, frozen")
+
+
+def test_a_run_that_another_process_has_done_is_not_done_again(tmp_path: Path) -> None:
+    results, run = Results("frappe", tmp_path, tmp_path, 4), Run("default", 20, 1, 0.032)
+    (tmp_path / "frappe.jsonl").write_text(json.dumps({"key": run.key, "test_auc": 0.9}) + "\n")
+    assert results.result(run)["test_auc"] == 0.9
+
+
+def test_k_falls_where_a_method_says_so() -> None:
+    assert METHODS["default, half of k in the last third"].config(20, num_steps=600).stages == ["400:10"]
+    assert METHODS["default"].config(20, num_steps=600).stages == []
 
 
 def test_differences_are_paired_and_shown() -> None:
