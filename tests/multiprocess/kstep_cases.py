@@ -71,6 +71,7 @@ class Trained:
         fused: EmbOptimType = EmbOptimType.EXACT_SGD,
         model_type: type[Model] = Model,
         has_dmp_kwargs: bool = True,
+        dmp_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> "Trained":
         """Builds both. Replicas whose dense weights start from different seeds must start alike all the same."""
@@ -94,7 +95,7 @@ class Trained:
             model,
             plan=env.localize(ShardingPlan({"ebc": module})),
             sharders=[sharders[kernel]()],
-            **env.dmp_kwargs() if has_dmp_kwargs else {"env": env.dmp_kwargs()["env"]},
+            **env.dmp_kwargs(**dmp_options or {}) if has_dmp_kwargs else {"env": env.dmp_kwargs()["env"]},
         )
         return cls(env, dmp, KStepAdam(dmp, env=env, lr=0.01, **options))
 

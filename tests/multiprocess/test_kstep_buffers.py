@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 class Counting(Model):
-    """Also counts what it has seen, in a buffer whose shares of the ranks add up."""
+    """Also counts what it has seen, in a buffer whose shares of the ranks add up, and has a constant that is not finite."""
 
     def __init__(self, has_batch_norm: bool = True) -> None:
         super().__init__(has_batch_norm)
@@ -31,11 +31,14 @@ class Counting(Model):
         self.register_buffer("scale", torch.ones(1))
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("unused", torch.empty(0))
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+        self.register_buffer("wide", torch.tensor([1234567891.25], dtype=torch.float64))
 
     def forward(self, ids: Any) -> torch.Tensor:
         rank = float(torch.distributed.get_rank())
         self.num_seen += torch.tensor([1.0, 10.0 * rank])  # type: ignore[has-type]  # a buffer
         self.scale += rank  # type: ignore[has-type]  # a buffer
+        self.wide += 1  # type: ignore[has-type]  # a buffer
         self.num_calls += 1  # type: ignore[has-type]  # a buffer
         return super().forward(ids)
 
@@ -48,7 +51,7 @@ def _buffers(world: World, ranks_per_replica: int, is_late: bool) -> dict[str, A
     named = dict(trained.dmp.module.named_buffers())
     before = {name: named[name].clone() for name in ("mlp.1.running_mean", "mlp.1.running_var")}
     trained.optimizer.merge()
-    after = {name: named[name].clone() for name in (*before, "num_seen", "scale", "num_calls", "mlp.1.num_batches_tracked")}
+    after = {name: named[name].clone() for name in (*before, "num_seen", "scale", "wide", "mask", "num_calls", "mlp.1.num_batches_tracked")}
     trained.optimizer.merge()
     again = {name: named[name].clone() for name in after}
     return {"before": before, "after": after, "again": again, "rank": world.rank}
@@ -73,6 +76,8 @@ def test_buffers_are_averaged_or_summed_over_all_ranks(
             torch.testing.assert_close(merged, mean, rtol=1e-6, atol=1e-7)
     assert first["num_seen"].tolist() == [10.0 * num_ranks, 10.0 * 10.0 * sum(range(num_ranks))]
     assert first["scale"].item() == pytest.approx(1 + 10 * sum(range(num_ranks)) / num_ranks, rel=1e-6)
+    assert first["wide"].item() == 1234567901.25, "float64 stays so"
+    assert first["mask"].tolist() == [[0.0, float("-inf")], [0.0, 0.0]]
     assert first["num_calls"].item() == first["mlp.1.num_batches_tracked"].item() == 10
 
 

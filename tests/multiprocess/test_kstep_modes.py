@@ -108,6 +108,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     'touches="count"': {"spec": replace(SPEC, touches="none")},
     "choose variant='frozen'": {"is_amsgrad": True},
     "lr_factor is 0.0": {"lr_factor": 0.0},
+    "clip_norm is -1.0": {"clip_norm": -1.0},
+    "weight_decay is nan": {"weight_decay": float("nan")},
+    "betas": {"betas": (0.9, 1.5)},
+    "a recipe is named by recipe=": {"merge": "paper"},
+    "2.5 in k=2.5": {"k": 2.5},
     "MergeSpec.of_recipe('paper', ...)": {"recipe": "paper", "merge": MergeSpec(wire="bf16")},
     "recipe is 'papers'": {"recipe": "papers"},
     "nothing would ever be frozen": {

@@ -33,24 +33,24 @@ class ReplicaMean:
         self.num_bytes_sent = 0  # by this rank to other replicas
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the mean of `values` `[n]` float32, sent as they are. Collective."""
+        """Returns the mean of `values` `[n]`, float32 or float64, sent as they are. Collective."""
         return self._exchange(values, None)
 
     def mean_rounded(self, values: torch.Tensor, round_index: int) -> torch.Tensor:
         """Returns the mean of `values` `[n]`, sent in bfloat16 and rounded at random, so that it is right on average. Collective."""
-        return self._exchange(values, round_index)
+        return self._exchange(values.float(), round_index)
 
     def _exchange(self, values: torch.Tensor, round_index: int | None) -> torch.Tensor:
         env, layout = self._env, self._env.layout
         num_replicas = layout.num_replicas
         piece = -(-values.numel() // (num_replicas * layout.ranks_per_replica))
-        padded = torch.zeros(piece * num_replicas * layout.ranks_per_replica)
+        padded = values.new_zeros(piece * num_replicas * layout.ranks_per_replica)
         padded[: values.numel()] = values
         own = padded.view(layout.ranks_per_replica, num_replicas, piece)[layout.position]
         sent = self._encode(own, round_index, _UP)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=env.merge_group)
-        total = torch.zeros(piece)
+        total = values.new_zeros(piece)
         for part in self._decode(received, round_index):
             total += part
         back = self._encode((total / num_replicas).unsqueeze(0), round_index, _DOWN)
@@ -65,7 +65,7 @@ class ReplicaMean:
         return merged[: values.numel()]
 
     def _encode(self, values: torch.Tensor, round_index: int | None, leg: int) -> torch.Tensor:
-        """Returns what travels of `[rows, n]` float32: the same, or `[rows, 2 n]` bytes."""
+        """Returns what travels of `[rows, n]`: the same, or `[rows, 2 n]` bytes."""
         if round_index is None:
             return values.contiguous()
         generator = torch.Generator().manual_seed(hash((self._seed, round_index, leg, self._env.world.rank)) & (2**63 - 1))
@@ -85,7 +85,7 @@ class DenseRound:
 
     Attributes:
         states: which states take part, weights first.
-        values: `[n]` float32: all parameters' weights, then their first moments, and so on.
+        values: `[n]` float32 (float64 if a parameter is): all parameters' weights, then their first moments, and so on.
     """
 
     states: tuple[str, ...]
@@ -96,7 +96,8 @@ class DenseMerger:
     """Merges dense parameters and their moments over replicas by their plain mean, and buffers over all ranks.
 
     Floating point buffers, such as the running statistics of batch normalisation, become their mean over all ranks, or base
-    plus all ranks' changes where they are named as sums. Whole-number buffers count steps, which are the same everywhere;
+    plus all ranks' changes where they are named as sums. Constants, which no rank has changed since the last round, are left
+    alone, and may be infinite, as the masks of attention are. Whole-number buffers count steps, which are the same everywhere;
     they are kept.
     """
 
@@ -107,6 +108,7 @@ class DenseMerger:
         states: Mapping[str, Mapping[str, torch.Tensor]],
         buffers: Mapping[str, torch.Tensor],
         betas: tuple[float, float],
+        steps: Sequence[torch.Tensor],
         summed_buffers: Sequence[str] = (),
     ) -> None:
         """Takes over the tensors, which it changes in place. Broadcasts weights and buffers of replica 0: collective.
@@ -114,9 +116,10 @@ class DenseMerger:
         Args:
             env: the replicas, several of them.
             spec: wire and periods.
-            states: of each parameter by name: `weight`, `m` and `v`, float32 tensors of one shape.
+            states: of each parameter by name: `weight`, `m` and `v`, tensors of one shape.
             buffers: by name.
             betas: decay of the moments, for corrections that come late.
+            steps: of each parameter the number of its updates, by which the bias of its moments is corrected: scalars.
             summed_buffers: names of buffers that add up over ranks.
 
         Raises:
@@ -126,6 +129,7 @@ class DenseMerger:
         self._spec = spec
         self._states = states
         self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point() and buffer.numel()}
+        self._steps = steps
         self._decay = {WEIGHT: 1.0, FIRST: betas[0], SECOND: betas[1]}
         self._summed = [name for name in self._buffers if name in summed_buffers]
         if unknown := ", ".join(repr(name) for name in summed_buffers if name not in self._buffers):
@@ -135,7 +139,7 @@ class DenseMerger:
         self._background: ThreadPoolExecutor | None = None
         self._pending: tuple[DenseRound, Future[torch.Tensor]] | None = None
         self._base: dict[str, torch.Tensor] = {}  # states as of the last round, where changes travel
-        self._buffer_base: dict[str, torch.Tensor] = {}
+        self._buffer_base: dict[str, torch.Tensor] = {}  # as of the last round
         self._start_alike()
 
     @property
@@ -151,14 +155,13 @@ class DenseMerger:
 
     def find_ill(self, collected: DenseRound) -> str:
         """Names a tensor that is not finite, and how; "" if all are well. Not collective."""
-        if bool(collected.values.isfinite().all()) and all(bool(buffer.isfinite().all()) for buffer in self._buffers.values()):
+        if not (ill := self._ill_buffers()) and bool(collected.values.isfinite().all()):
             return ""
         for name, states in self._states.items():
             for state in collected.states:
                 if num_bad := int((~states[state].isfinite()).sum()):
                     return f"{num_bad} of {states[state].numel()} values of dense parameter {name!r} ({state}) are NaN or infinite"
-        name = next(name for name, buffer in self._buffers.items() if not bool(buffer.isfinite().all()))
-        return f"buffer {name!r} is NaN or infinite"
+        return f"buffer {ill[0]!r} has become NaN or infinite"
 
     def merge(self, collected: DenseRound, round_index: int) -> float:
         """Makes the collected states and all buffers equal on all replicas. Collective over all ranks.
@@ -168,7 +171,7 @@ class DenseMerger:
         """
         merged = self._merged(collected, round_index)
         self._write(collected.states, merged)
-        self.merge_buffers()
+        self.merge_buffers(SECOND in collected.states)
         return self._drift(collected, merged)
 
     def begin(self, collected: DenseRound, round_index: int) -> None:
@@ -194,25 +197,44 @@ class DenseMerger:
             part = slice(index * size, (index + 1) * size)
             now[part] += (merged[part] - collected.values[part]) * self._decay[state] ** num_steps_late
         self._write(collected.states, now)
-        self.merge_buffers()
+        self.merge_buffers(SECOND in collected.states)
         return self._drift(collected, merged)
 
-    def merge_buffers(self) -> None:
-        """Averages buffers over all ranks; those of one replica differ too, as each rank sees rows of its own. Collective."""
-        if not self._buffers:
+    def merge_buffers(self, has_moments: bool = True) -> None:
+        """Averages buffers over all ranks; those of one replica differ too, as each rank sees rows of its own. Collective.
+
+        Args:
+            has_moments: whether second moments were merged, with which the numbers of updates go. A replica that had no gradient for
+                a parameter counts fewer; they become the mean, as under `row_merge="mean"`.
+        """
+        steps = self._steps if has_moments else ()
+        if not self._buffers and not steps:
             return
-        flat = torch.cat([buffer.detach().float().reshape(-1) for buffer in self._buffers.values()])
+        changed = [float(self._has_changed(name)) for name in self._buffers]
+        told = torch.tensor([*(float(step) for step in steps), *changed], dtype=torch.float64)
+        flat = torch.cat([told, self._flat_buffers()])
         dist.all_reduce(flat)
-        num_ranks = self._env.world.world_size
-        base, begin = self._buffer_base, 0
-        merged = flat / num_ranks
-        for name, buffer in self._buffers.items():
-            part = slice(begin, begin + buffer.numel())
-            if name in base:
-                merged[part] = flat[part] - (num_ranks - 1) * base[name].reshape(-1)
+        num_ranks, begin = self._env.world.world_size, told.numel()
+        totals = flat[:begin].tolist()
+        for step, total in zip(steps, totals, strict=False):
+            step.fill_(max(round(total / num_ranks), 1) if total else 0)
+        for (name, buffer), num_changed in zip(self._buffers.items(), totals[len(steps) :], strict=True):
+            value = flat[begin : begin + buffer.numel()].view(buffer.shape)
             begin += buffer.numel()
-        self._write_buffers(merged)
-        self._buffer_base = self._summed_values()
+            if num_changed:
+                is_sum = name in self._summed
+                buffer.data.copy_(value - (num_ranks - 1) * self._buffer_base[name] if is_sum else value / num_ranks)
+        self._buffer_base = self._buffer_values()
+
+    def _has_changed(self, name: str) -> bool:
+        return not torch.equal(_bits(self._buffers[name]), _bits(self._buffer_base[name]))
+
+    def _ill_buffers(self) -> list[str]:
+        return [name for name, buffer in self._buffers.items() if not bool(buffer.isfinite().all()) and self._has_changed(name)]
+
+    def _flat_buffers(self) -> torch.Tensor:
+        empty = torch.empty(0, dtype=torch.float64)
+        return torch.cat([empty, *(buffer.detach().double().reshape(-1) for buffer in self._buffers.values())])
 
     def _merged(self, collected: DenseRound, round_index: int) -> torch.Tensor:
         if self._spec.wire == "fp32" or not collected.values.numel():
@@ -225,7 +247,7 @@ class DenseMerger:
     def _start_alike(self) -> None:
         """Sends the weights and buffers of replica 0 to the others; moments start at zero everywhere."""
         source = self._env.layout.merge_ranks(self._env.layout.position)[0]
-        flat = torch.cat([self._flat((WEIGHT,)), *(buffer.detach().float().reshape(-1) for buffer in self._buffers.values())])
+        flat = torch.cat([self._flat((WEIGHT,)), self._flat_buffers()])  # float64
         dist.broadcast(flat, src=source, group=self._env.merge_group)
         num_weights = sum(states[WEIGHT].numel() for states in self._states.values())
         self._write((WEIGHT,), flat[:num_weights])
@@ -233,10 +255,16 @@ class DenseMerger:
         self.restart()
 
     def restart(self) -> None:
-        """Takes the present values as those of the last round, e.g. after a checkpoint was loaded. Not collective."""
+        """Takes the present values as those of the last round, e.g. after a checkpoint was loaded. Not collective.
+
+        A round under way is waited for and dropped.
+        """
+        if self._pending is not None:
+            self._pending[1].result(timeout=self._env.timeout_s * 2)
+            self._pending = None
         if self._spec.wire != "fp32":
             self._keep_base((WEIGHT, FIRST, SECOND), self._flat((WEIGHT, FIRST, SECOND)))
-        self._buffer_base = self._summed_values()
+        self._buffer_base = self._buffer_values()
 
     def _keep_base(self, states: tuple[str, ...], values: torch.Tensor) -> None:
         for state, part in zip(states, values.chunk(len(states)), strict=True):
@@ -262,10 +290,15 @@ class DenseMerger:
             buffer.data.copy_(values[begin : begin + buffer.numel()].view(buffer.shape))
             begin += buffer.numel()
 
-    def _summed_values(self) -> dict[str, torch.Tensor]:
-        return {name: self._buffers[name].detach().float().clone() for name in self._summed}
+    def _buffer_values(self) -> dict[str, torch.Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
     @staticmethod
     def _drift(collected: DenseRound, merged: torch.Tensor) -> float:
         size = merged.numel() // len(collected.states)
         return float((merged[:size] - collected.values[:size]).square().mean().sqrt()) if size else 0.0
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor, which are equal also where values are NaN."""
+    return values.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -26,6 +26,8 @@ class GradientExchange:
 
     def exchange(self) -> list[RowGradients]:
         """Takes the pending gradients of every group and returns their mean over replicas, counts summed. Collective."""
+        if not self._groups:  # then no rank of the process group has any: they hold the same shards
+            return []
         own = [_Rows(*table) for group in self._groups for table in _tables(group)]
         received = self._send([_owned(table, replica, self._num_replicas) for replica in range(self._num_replicas) for table in own])
         summed = [_sum(received[table :: len(own)], dim, 1.0 / self._num_replicas) for table, dim in enumerate(self._dims)]

@@ -121,12 +121,14 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         own_factor = 1.0 if merge is not None else RECIPES[recipe].lr_factor(env.num_replicas)
         self._lr_factor = own_factor if lr_factor is None or env.num_replicas == 1 else lr_factor
         self._kernels: list[TieredKernel | PlainKernel] = [*kernels_of_model(dmp)]
-        check_settings(variant, is_amsgrad, clip_covers, self._lr_factor, self.spec, self.period)
+        numbers = {"weight_decay": weight_decay, "clip_norm": clip_norm}
+        check_settings(variant, is_amsgrad, clip_covers, numbers, self._lr_factor, self.spec, self.period)
         self._dense_adam: FrozenAdam | None = None
         self._clips_tables = clip_norm > 0 and clip_covers == "all"
         if self._clips_tables:
             check_clipping(dmp)
-        given = table_adam or AdamSpec(lr, betas=betas, eps=eps, bias_correction=RECIPES[recipe].bias_correction)
+        dense_adam = AdamSpec(lr, betas=betas, eps=eps, bias_correction=RECIPES[recipe].bias_correction)  # refuses impossible numbers
+        given = table_adam or dense_adam
         check_table_rule(dmp, given)
         rule = given if env.num_replicas == 1 else table_spec(given, self.spec, variant, is_amsgrad)
         self._plain = plain_kernels(dmp.module, rule, env.sharding_group)
@@ -192,7 +194,7 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         """
         if self.env.num_replicas == 1:
             return
-        self._finish_pending()
+        self.env.free()
         if self._is_equal and not self._num_unmerged_steps:
             self._agree("flush", self._dense.find_ill(self._dense.collect(self.num_rounds)))
             with self._naming("buffers"):
@@ -224,10 +226,11 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state, of any k and number of replicas; the running interval is forgotten. Load the same on all ranks."""
-        own = state_dict.get(STATE_KEY, {"num_steps": 0, "num_rounds": 0})
         super().load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
+        own = state_dict.get(STATE_KEY) or {"num_steps": self._num_steps_of_parts(), "num_rounds": 0}  # not of a KStepAdam
         self.num_steps, self.num_rounds = int(own["num_steps"]), int(own["num_rounds"])
         self._num_unmerged_steps, self._is_equal = 0, True
+        self._is_pending = False  # a round under way is waited for here, and its result dropped
         if self.env.num_replicas > 1:
             self._dense.restart()
         if self._rows is not None:
@@ -235,6 +238,11 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             if self._rows_key in own:
                 self._rows.load_state_dict(json.loads(own[self._rows_key]))
         self._set_mode()
+
+    def _num_steps_of_parts(self) -> int:
+        """Returns the steps that tables or dense parameters have done."""
+        tables = [kernel.fused_optimizer.num_steps for kernel in self._kernels]
+        return max([0, *tables, *(int(self._dense_state[name]["step"]) for name in self._dense_params)])
 
     def _make_optimizer(
         self,
@@ -314,7 +322,8 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             for weight in () if isinstance(kernel, TieredKernel) else kernel.weights():
                 dist.broadcast(weight, src=env.layout.merge_ranks(env.layout.position)[0], group=env.merge_group)
         self._agreement = env.round_agreement()
-        self._dense = DenseMerger(env, self.spec, states, buffers_of(dmp), betas, summed_buffers)
+        steps = [self._dense_state[name]["step"] for name in self._dense_params]
+        self._dense = DenseMerger(env, self.spec, states, buffers_of(dmp), betas, steps, summed_buffers)
         groups = [kernel.group for kernel in self._kernels]
         self._gradients = GradientExchange(groups, env.merge_group)
         self._gradient_mean = ReplicaMean(env)
@@ -323,7 +332,10 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             self._rows = RowMerger(groups, self.spec, ProcessGroupTransport(env.row_group, env.timeout_s), num_shard_rows)
 
     def _set_mode(self) -> None:
-        """Has tables keep gradients for the next step, or update rows in backward; counts touches where they will be merged."""
+        """Has tables keep gradients for the next step, or update rows in backward, and counts touches where they will be merged.
+
+        Hands the next step's rates to tables: whoever clears gradients before a round calls no `zero_grad` between it and backward.
+        """
         is_synchronous = self.is_synchronous
         is_tracking = self._rows is not None and not is_synchronous
         for kernel in self._kernels:
@@ -331,6 +343,9 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             if is_tracking is not self._is_tracking and counts_touches(kernel.group):
                 kernel.group.set_tracking(is_tracking)
         self._is_tracking = is_tracking
+        with self._scaled_rates():
+            for kernel in self._kernels:
+                kernel.fused_optimizer.hand_over()
 
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:
@@ -350,6 +365,7 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
 
     def _average_gradients(self) -> None:
         """Averages all gradients over replicas, for the step that follows. Collective."""
+        self.env.free()
         with self._naming("gradients"):
             self._average_dense_gradients()
             for kernel, gradients in zip(self._kernels, self._gradients.exchange(), strict=True):
@@ -383,7 +399,7 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         is_last = self.period(self.num_steps) == 1  # synchronous steps need equal replicas, moments included
         if not is_last and self._num_unmerged_steps < self.period(self.num_steps - 1):
             return
-        self._finish_pending()
+        self.env.free()
         if self.spec.overlap_steps and not is_last:
             self._begin()
         else:
@@ -417,6 +433,7 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             if self._rows is not None:
                 self._rows.begin(self.num_rounds, self._num_unmerged_steps)
         self._is_pending, self._num_steps_pending = True, 0
+        self.env.occupy(self._finish_pending)
         self._end_round(is_equal=False)
 
     def _finish_pending(self) -> None:

@@ -1,7 +1,7 @@
 """What KStepAdam asks of a sharded model: tables that can be merged, the plan, the buffers."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -27,9 +27,15 @@ from torchrec_kstep.torchrec_seam.sharding import EmbeddingComputeKernel, Sharde
 _MERGED_KERNELS = (CUSTOMIZED_KERNEL, EmbeddingComputeKernel.DENSE.value, EmbeddingComputeKernel.FUSED.value)
 
 
-def check_settings(variant: str, is_amsgrad: bool, clip_covers: str, lr_factor: float, spec: MergeSpec, period: Period) -> None:
-    """Refuses what contradicts itself; lists every finding."""
-    findings = []
+def check_settings(
+    variant: str, is_amsgrad: bool, clip_covers: str, numbers: Mapping[str, float], lr_factor: float, spec: MergeSpec, period: Period
+) -> None:
+    """Refuses what contradicts itself; lists every finding. `numbers`: by name, those that must not be negative."""
+    findings = [
+        f"{name} is {value!r}, expected a number of at least 0"
+        for name, value in numbers.items()
+        if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0)
+    ]
     if variant not in ("local", "frozen"):
         findings.append(f"variant is {variant!r}, expected 'local' or 'frozen'")
     if clip_covers not in get_args(ClipCovers):
@@ -54,6 +60,8 @@ def check_settings(variant: str, is_amsgrad: bool, clip_covers: str, lr_factor: 
 
 def check_recipe(recipe: str, merge: MergeSpec | None) -> None:
     """Refuses a recipe beside a way to merge that is not the recipe's; `merge` would win without a word."""
+    if merge is not None and not isinstance(merge, MergeSpec):
+        raise ConfigError(f"KStepAdam: merge is {merge!r}, expected a MergeSpec; a recipe is named by recipe=")
     if recipe not in RECIPES:
         raise ConfigError(f"KStepAdam: recipe is {recipe!r}, expected one of {', '.join(RECIPES)}")
     named = RECIPES[recipe]

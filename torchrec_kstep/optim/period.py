@@ -1,6 +1,7 @@
 """How many steps replicas train alone, as a function of the step."""
 
 from collections.abc import Mapping
+from numbers import Integral
 
 from torchrec_kstep.errors import ConfigError
 
@@ -18,9 +19,12 @@ class Period:
             num_warmup_steps: steps at the start with k = 1, which is synchronous training.
 
         Raises:
-            ConfigError: a number is below 1, or nothing says what k is at the start.
+            ConfigError: a number is below 1 or no whole one, or nothing says what k is at the start.
         """
-        stages = {0: k} if isinstance(k, int) else dict(k)
+        given = dict(k) if isinstance(k, Mapping) else {0: k}
+        if other := [value for value in (*given, *given.values()) if not isinstance(value, Integral) or isinstance(value, bool)]:
+            raise ConfigError(f"KStepAdam: {other[0]!r} in k={k!r}: expected a whole number, or {{0: k, step: k from there on, ...}}")
+        stages = {int(step): int(value) for step, value in given.items()}
         faults = [f"k={value} from step {step} on: expected at least 1" for step, value in stages.items() if value < 1]
         faults += [f"step {step} of a stage of k: expected at least 0" for step in stages if step < 0]
         if 0 not in stages:

@@ -1,5 +1,6 @@
 """KStepEnv: the process groups of replicas, and the environment in which TorchRec shards tables over one of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_kstep.replicas.agreement import RoundAgreement, check_same
@@ -86,6 +88,8 @@ class KStepEnv:
         self._store = PrefixStore(f"replicas/{next(_NUMBERS)}", store if store is not None else default_store())
         self._num_plans = 0
         self._num_agreements = 0
+        self._num_questions = 0
+        self._finish: Callable[[], None] | None = None  # ends a round that is under way beside training
         self.plan_digest = ""
         check_same(
             self._store,
@@ -155,10 +159,16 @@ class KStepEnv:
         assert self._groups.gather is not None, "one replica has nothing to gather"
         return self._groups.gather
 
-    def dmp_kwargs(self) -> dict[str, Any]:
-        """Returns what `DistributedModelParallel` must be told: `env`, and with several replicas `data_parallel_wrapper`."""
+    def dmp_kwargs(self, **options: Any) -> dict[str, Any]:
+        """Returns what `DistributedModelParallel` must be told: `env` and `data_parallel_wrapper`.
+
+        Args:
+            options: of TorchRec's `DefaultDataParallelWrapper`, e.g. `static_graph=False, find_unused_parameters=True` for a model of
+                which parts are used in some steps only.
+        """
         if self.num_replicas == 1:
-            return {"env": ShardingEnv.from_process_group(self.sharding_group)}
+            env = ShardingEnv.from_process_group(self.sharding_group)
+            return {"env": env, "data_parallel_wrapper": DefaultDataParallelWrapper(**options)}
         layout = self.layout
         env = replica_sharding_env(
             self.sharding_group,
@@ -166,7 +176,7 @@ class KStepEnv:
             [layout.sharding_ranks(replica) for replica in range(layout.num_replicas)],
             layout.ranks_per_host,
         )
-        return {"env": env, "data_parallel_wrapper": ReplicaDataParallelWrapper(self.sharding_group)}
+        return {"env": env, "data_parallel_wrapper": ReplicaDataParallelWrapper(self.sharding_group, **options)}
 
     def localize(self, plan: ShardingPlan) -> ShardingPlan:
         """Moves a plan for one replica to the ranks of this one, and makes sure that all ranks hold the same. Call it on all ranks.
@@ -186,13 +196,25 @@ class KStepEnv:
         return moved
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
-        """Makes sure that all ranks hold the same facts. Call it on all ranks, once for each topic.
+        """Makes sure that all ranks hold the same facts. Call it on all ranks in the same order.
 
         Raises:
             RankFailure: a rank did not come.
             LaunchError: facts differ.
         """
-        check_same(self._store, self.world, topic, facts, START_TIMEOUT_S)
+        store = PrefixStore(f"question {self._num_questions}", self._store)
+        self._num_questions += 1
+        check_same(store, self.world, topic, facts, START_TIMEOUT_S)
+
+    def occupy(self, finish: Callable[[], None]) -> None:
+        """Says that a thread uses the groups until `finish` is called, the same on all ranks."""
+        self._finish = finish
+
+    def free(self) -> None:
+        """Ends what uses the groups beside training. Call it before they are used, for another optimizer may have a round under way."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
     def round_agreement(self) -> RoundAgreement:
         """Returns a new agreement of all ranks. Call it on all ranks in the same order; it asks nothing yet."""

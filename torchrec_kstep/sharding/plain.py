@@ -104,6 +104,7 @@ class _UpdateOfFbgemm:
     """In the place of a `TieredOptimizer` where FBGEMM updates rows inside backward."""
 
     is_deferred = False
+    num_steps = 0  # not counted here
 
     def hand_over(self, step: int | None = None) -> None:
         """FBGEMM's optimizer hands its learning rate over by itself."""

@@ -4,6 +4,8 @@
 wrapper would average dense gradients over all replicas in every step; the wrapper here does so within one replica.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -41,9 +43,9 @@ def replica_sharding_env(
 class ReplicaDataParallelWrapper(DefaultDataParallelWrapper):  # type: ignore[misc]  # torchrec has no type information
     """Averages dense gradients over the ranks of one replica only."""
 
-    def __init__(self, sharding_group: dist.ProcessGroup) -> None:
-        """Keeps the ranks of this rank's replica."""
-        super().__init__()
+    def __init__(self, sharding_group: dist.ProcessGroup, **options: Any) -> None:
+        """Keeps the ranks of this rank's replica; `options` are TorchRec's."""
+        super().__init__(**options)
         self._sharding_group = sharding_group
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:

@@ -1,5 +1,8 @@
 """k as a function of the step, and the warning where a pass has too few rounds."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from torchrec_kstep.errors import ConfigError
@@ -12,6 +15,7 @@ def test_stages_hold_from_their_step_on_after_the_warm_up() -> None:
     assert period.largest == 20
     assert str(period) == "5, 20 from step 10, after 3 steps of 1"
     assert [Period(7)(step) for step in (0, 100)] == [7, 7]
+    assert str(Period(np.int64(7))) == "7"
 
 
 @pytest.mark.parametrize(
@@ -22,9 +26,16 @@ def test_stages_hold_from_their_step_on_after_the_warm_up() -> None:
         ({3: 2}, 0, "from step 0"),
         ({0: 2, -1: 3}, 0, "step -1"),
         (2, -1, "-1 warm-up"),
+        (2.5, 0, "2.5 in k=2.5: expected a whole number"),
+        (True, 0, "True in k"),
+        ("20", 0, "'20' in k='20'"),
+        (None, 0, "None in k"),
+        ({0: 2, "5": 3}, 0, "'5' in k"),
+        ({0: 2.0}, 0, "2.0 in k"),
+        ({}, 0, "from step 0"),
     ],
 )
-def test_impossible_periods_are_refused(k: int | dict[int, int], warmup: int, text: str) -> None:
+def test_impossible_periods_are_refused(k: Any, warmup: int, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Period(k, warmup)
 

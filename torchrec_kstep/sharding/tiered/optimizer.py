@@ -125,6 +125,11 @@ class TieredOptimizer(FusedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._group.set_step(float(self.param_groups[0]["lr"]), int(self._num_steps) + 1 if step is None else step)
 
     @property
+    def num_steps(self) -> int:
+        """Steps done."""
+        return int(self._num_steps)
+
+    @property
     def is_deferred(self) -> bool:
         """Whether rows are updated in `step` by choice of the sharder."""
         return self._is_deferred
