@@ -4,6 +4,7 @@ Layer: multiprocess.
 """
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torchrec.distributed.sharding_plan import row_wise
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.multiprocess.dying import die_at_exchange
-from tests.multiprocess.kstep_cases import BATCH, ROWS, Trained, batch, die, env_of, outcome_of
+from tests.multiprocess.kstep_cases import BATCH, ROWS, SPEC, Trained, batch, die, env_of, outcome_of
 from tests.spawn import RanksFailed, SpawnRanks
 from torchrec_kstep.merge_spec import MergeSpec
 from torchrec_kstep.world import World
@@ -60,6 +61,10 @@ def _different_decay(world: World) -> tuple[str, str]:
     return outcome_of(lambda: Trained.make(env_of(1), k=4, weight_decay=0.1 * world.rank))
 
 
+def _different_table_rate(world: World) -> tuple[str, str]:
+    return outcome_of(lambda: Trained.make(env_of(1), k=1, spec=replace(SPEC, lr=0.1 + 0.1 * world.rank)))
+
+
 def _different_layout(world: World) -> tuple[str, str]:
     return outcome_of(lambda: env_of(1 + world.rank))
 
@@ -85,9 +90,10 @@ def _all(world: World, cases: list[Any]) -> list[tuple[tuple[str, str], float]]:
 
 def test_disagreements_and_ill_replicas_are_told_on_all_ranks(spawn_ranks: SpawnRanks) -> None:
     cases = [_different_layout, _different_k, _different_decay, _different_model, _different_plan, _uneven, _nan_in_dense, _nan_in_rows]
+    cases.append(_different_table_rate)
     ranks = spawn_ranks(_all, 2, args=(cases,), timeout_s=110)
     for outcomes in ranks:
-        (layout, k, decay, model, plan, uneven, dense, rows), seconds = zip(*outcomes, strict=True)
+        (layout, k, decay, model, plan, uneven, dense, rows, rate), seconds = zip(*outcomes, strict=True)
         assert max(seconds) < BOUND_S
         assert layout[0] == k[0] == decay[0] == model[0] == plan[0] == "LaunchError"
         assert "sharding plan is" in plan[1]
@@ -95,6 +101,9 @@ def test_disagreements_and_ill_replicas_are_told_on_all_ranks(spawn_ranks: Spawn
         assert "k is '5' there and '4' on rank 0" in k[1]
         assert "weight_decay is '0.1' there and '0.0' on rank 0" in decay[1]
         assert "dense parameters is" in model[1]
+        assert rate[0] == "LaunchError"
+        assert "rule of tables" in rate[1]
+        assert "lr=0.2" in rate[1]
         assert uneven[0] == "MergeError"
         assert "step is 7 there and 8 on rank 0" in uneven[1]
         assert dense[0] == "DivergenceError"

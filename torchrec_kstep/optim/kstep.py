@@ -121,14 +121,13 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         own_factor = 1.0 if merge is not None else RECIPES[recipe].lr_factor(env.num_replicas)
         self._lr_factor = own_factor if lr_factor is None or env.num_replicas == 1 else lr_factor
         self._kernels: list[TieredKernel | PlainKernel] = [*kernels_of_model(dmp)]
-        numbers = {"weight_decay": weight_decay, "clip_norm": clip_norm}
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "clip_norm": clip_norm}
         check_settings(variant, is_amsgrad, clip_covers, numbers, self._lr_factor, self.spec, self.period)
         self._dense_adam: FrozenAdam | None = None
         self._clips_tables = clip_norm > 0 and clip_covers == "all"
         if self._clips_tables:
             check_clipping(dmp)
-        dense_adam = AdamSpec(lr, betas=betas, eps=eps, bias_correction=RECIPES[recipe].bias_correction)  # refuses impossible numbers
-        given = table_adam or dense_adam
+        given = table_adam or AdamSpec(lr, betas=betas, eps=eps, bias_correction=RECIPES[recipe].bias_correction)
         check_table_rule(dmp, given)
         rule = given if env.num_replicas == 1 else table_spec(given, self.spec, variant, is_amsgrad)
         self._plain = plain_kernels(dmp.module, rule, env.sharding_group)
@@ -306,6 +305,8 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
             },
         )
         specs = [kernel.group.optimizer for kernel in self._kernels]
+        rules = [f"tables {', '.join(shard.table for shard in kernel.shards[:3])}" for kernel in self._kernels]
+        env.check_same_shards("tables", {f"rule of {name} ({number})": str(specs[number]) for number, name in enumerate(rules)})
         if env.world.is_main and merges_rows:
             biases: list[BiasCorrection | None] = [spec.bias_correction for spec in specs if isinstance(spec, AdamSpec)] or [None]
             mixtures = dict.fromkeys(text for bias in biases for text in mixture_warnings(self.spec, bias, env.num_replicas))

@@ -206,6 +206,13 @@ class KStepEnv:
         self._num_questions += 1
         check_same(store, self.world, topic, facts, START_TIMEOUT_S)
 
+    def check_same_shards(self, topic: str, facts: dict[str, Any]) -> None:
+        """Makes sure that the ranks which hold the same shard in different replicas hold the same facts. Otherwise as `check_same`."""
+        store = PrefixStore(f"question {self._num_questions}/{self.layout.position}", self._store)
+        self._num_questions += 1
+        among = World(self.replica, self.num_replicas)  # so what is named is a replica
+        check_same(store, among, f"{topic} at position {self.layout.position} of each replica, here called rank", facts, START_TIMEOUT_S)
+
     def occupy(self, finish: Callable[[], None]) -> None:
         """Says that a thread uses the groups until `finish` is called, the same on all ranks."""
         self._finish = finish
