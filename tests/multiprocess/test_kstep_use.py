@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import table_wise
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
 
-from tests.multiprocess.kstep_cases import Model, Trained, batch, env_of
+from tests.multiprocess.kstep_cases import SPEC, Model, Trained, batch, env_of, outcome_of
 from tests.spawn import SpawnRanks
 from torchrec_kstep.merge_spec import MergeSpec
 from torchrec_kstep.optim.kstep import KStepAdam
 from torchrec_kstep.optim_spec import AdamSpec
+from torchrec_kstep.sharding.tiered import TieredEmbeddingBagCollectionSharder
+from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL
 from torchrec_kstep.world import World
 
 pytestmark = pytest.mark.multiprocess
@@ -161,3 +163,22 @@ def test_updates_of_parameters_that_replicas_used_unequally_become_their_mean(sp
     first, second = spawn_ranks(_used_now_and_then, 2)
     assert first == second
     assert first[1:] == (3.0, 6.0)
+
+
+def _not_localized(_world: World) -> tuple[str, str]:
+    """A plan for one replica, given to all as it is."""
+    env, model = env_of(1), Model()
+    places = {name: table_wise(0, compute_kernel="fused") for name in ("a", "b")}
+    plan = construct_module_sharding_plan(model.ebc, places, local_size=1, world_size=1, device_type="cpu")
+    for sharding in plan.values():
+        sharding.compute_kernel = CUSTOMIZED_KERNEL
+    sharders: Any = [TieredEmbeddingBagCollectionSharder(SPEC)]
+    return outcome_of(lambda: DistributedModelParallel(model, plan=ShardingPlan({"ebc": plan}), sharders=sharders, **env.dmp_kwargs()))
+
+
+def test_a_plan_that_was_not_moved_to_its_replica_is_refused_by_table_and_rank(spawn_ranks: SpawnRanks) -> None:
+    first, second = spawn_ranks(_not_localized, 2)
+    assert first == ("", "")
+    assert second[0] == "PlanError"
+    assert "table 'a' on rank 0" in second[1]
+    assert "env.localize(plan)" in second[1]

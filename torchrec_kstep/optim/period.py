@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from numbers import Integral
+from typing import Any
 
 from torchrec_kstep.errors import ConfigError
 
@@ -21,7 +22,7 @@ class Period:
         Raises:
             ConfigError: a number is below 1 or no whole one, or nothing says what k is at the start.
         """
-        given = dict(k) if isinstance(k, Mapping) else {0: k}
+        given: dict[Any, Any] = dict(k) if isinstance(k, Mapping) else {0: k}
         if other := [value for value in (*given, *given.values()) if not isinstance(value, Integral) or isinstance(value, bool)]:
             raise ConfigError(f"KStepAdam: {other[0]!r} in k={k!r}: expected a whole number, or {{0: k, step: k from there on, ...}}")
         stages = {int(step): int(value) for step, value in given.items()}

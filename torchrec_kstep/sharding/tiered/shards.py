@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from torchrec_kstep.errors import PlanError
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim_spec import OptimizerSpec
 from torchrec_kstep.sharding.tiered.rows_tensor import RowBlock, RowsTensor
@@ -86,8 +87,12 @@ def sharded_field(shards: Sequence[TableShard], field: str, process_group: dist.
         shards: all shards of one table on this rank, at least one.
         field: name of the field.
         process_group: the ranks that share the table.
+
+    Raises:
+        PlanError: the plan puts the table on other ranks.
     """
     first = shards[0]
+    _check_ranks(first, process_group)
     if first.group.optimizer is None or is_per_column(first.group.optimizer, field):
         return _sharded(shards, [shard.place for shard in shards], first.all_places, first.size, field, process_group)
     parts = column_parts(first.all_places)
@@ -100,6 +105,15 @@ def sharded_field(shards: Sequence[TableShard], field: str, process_group: dist.
 def is_per_column(optimizer: OptimizerSpec, field: str) -> bool:
     """Tells whether a field has one element per weight, and not one per row."""
     return any(spec.name == field and spec.width == 2 for spec in optimizer.record_fields(dim=2))
+
+
+def _check_ranks(shard: TableShard, process_group: dist.ProcessGroup | None) -> None:
+    own = set() if process_group is None else set(dist.get_process_group_ranks(process_group))
+    if others := sorted(set(ranks_of(shard.all_places)) - own if own else ()):
+        raise PlanError(
+            f"the plan puts table {shard.table!r} on rank {others[0]}, which is none of those that share it here ({sorted(own)}): with "
+            "several replicas give DistributedModelParallel plan=env.localize(plan)"
+        )
 
 
 def _sharded(
