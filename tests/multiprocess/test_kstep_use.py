@@ -59,7 +59,7 @@ def _loaded_midway(_world: World, is_loaded: bool) -> dict[str, bytes]:
 def _in_turns(_world: World, num_models: int) -> dict[str, bytes]:
     """The last of several models that train in turns over the same groups, with rounds under way at the same time."""
     env = env_of(1)
-    models = [Trained.make(env, k=4, merge=LATE) for _ in range(num_models)]
+    models = [Trained.make(env, k=4 + number, merge=LATE) for number in range(num_models)]
     for step in range(9):
         for trained in models:
             trained.train([step])

@@ -23,7 +23,7 @@ class Period:
             ConfigError: a number is below 1 or no whole one, or nothing says what k is at the start.
         """
         given: dict[Any, Any] = dict(k) if isinstance(k, Mapping) else {0: k}
-        if other := [value for value in (*given, *given.values()) if not isinstance(value, Integral) or isinstance(value, bool)]:
+        if other := [value for value in (*given, *given.values()) if isinstance(value, bool) or not isinstance(value, Integral)]:
             raise ConfigError(f"KStepAdam: {other[0]!r} in k={k!r}: expected a whole number, or {{0: k, step: k from there on, ...}}")
         stages = {int(step): int(value) for step, value in given.items()}
         faults = [f"k={value} from step {step} on: expected at least 1" for step, value in stages.items() if value < 1]
