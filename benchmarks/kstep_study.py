@@ -100,6 +100,7 @@ METHODS = {
     "paper, frozen, amsgrad": Method("paper", {"variant": "frozen", "is_amsgrad": True}),
     "paper, bf16": Method("paper", {"wire": "bf16"}),
 }
+FALLING = ("default", "default, half of k in the last third")
 VARIANTS = tuple(name for name in METHODS if "," in name and not any(word in name for word in ("bf16", "int8", "every", "half")))
 
 
@@ -209,7 +210,8 @@ STAGES = {
     "ml1m_wires": Stage("MovieLens-1M, narrow wires", "ml1m", ("default", "default, bf16", "default, int8")),
     "ml1m_variants": Stage("MovieLens-1M, variants", "ml1m", ("default", "paper", *VARIANTS), num_seeds=1),
     "cowclip": Stage("Frappe, CowClip at 4,096 rows per step", "frappe_cowclip", ("default", "paper"), (5, 20)),
-    "falling": Stage("Frappe, a smaller k at the end", "frappe", ("default", "default, half of k in the last third"), num_seeds=5),
+    "falling": Stage("Frappe, a smaller k at the end", "frappe", FALLING, num_seeds=9),
+    "ml1m_falling": Stage("MovieLens-1M, a smaller k at the end", "ml1m", FALLING),
     "frappe_k": Stage("Frappe, DeepFM, over k", "frappe", ("default", "paper"), (5, 10, 20, 50, 100)),
 }
 
