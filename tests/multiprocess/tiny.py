@@ -110,7 +110,7 @@ def tiered_config(**changes: Any) -> RunConfig:
 
 def on_ssd(config: RunConfig, folder: Path, dram_bytes: str = "8KiB") -> RunConfig:
     """The same with rows on SSD."""
-    return replace(config, tiers=TiersConfig("dram_ssd", dram_bytes, [str(folder)], segment_bytes="64KiB"))
+    return replace(config, tiers=TiersConfig("dram_ssd", dram_bytes=dram_bytes, ssd_paths=[str(folder)], segment_bytes="64KiB"))
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def test_tiered_tables_get_the_optimizer_that_was_asked_for(optim: OptimConfig, 
 
 def test_planning_takes_the_quota_on_ssd_for_the_memory_of_a_rank(tmp_path: Path) -> None:
     """Otherwise no plan would hold the tables that tiers are for."""
-    tiers = TiersConfig("dram_ssd", "1MiB", [str(tmp_path / "a" / "b")], ssd_bytes="8TiB")
+    tiers = TiersConfig("dram_ssd", dram_bytes="1MiB", ssd_paths=[str(tmp_path / "a" / "b")], ssd_bytes="8TiB")
     world = World(0, 2, 0, 2)
     (sharder,) = build_sharders(PlannerConfig(kernel="tiered"), OptimConfig(), tiers, world=world)
     assert sharder.tier_bytes_per_rank == 4 * TIB
