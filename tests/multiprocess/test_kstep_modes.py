@@ -139,19 +139,22 @@ def test_contradictions_are_refused_by_name(spawn_ranks: SpawnRanks) -> None:
             assert text in told
 
 
-def _warned(_world: World) -> tuple[list[str], tuple[str, str]]:
+def _warned(_world: World) -> tuple[list[str], list[tuple[str, str]]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trained = Trained.make(env_of(1), k=4, variant="frozen")
         Trained.make(env_of(1), k=4, variant="frozen", spec=replace(SPEC, frozen=True))
     told = [str(one.message) for one in caught if "dense parameters only" in str(one.message)]
-    return told, outcome_of(lambda: trained.optimizer.step(lambda: 0.0))
+    state = Trained.make(env_of(1), k=4).optimizer.state_dict()
+    return told, [outcome_of(lambda: trained.optimizer.step(lambda: 0.0)), outcome_of(lambda: trained.optimizer.load_state_dict(state))]
 
 
-def test_a_variant_that_tables_do_not_share_is_warned_of_and_closures_are_refused(spawn_ranks: SpawnRanks) -> None:
-    (told, closure), (silent, _) = spawn_ranks(_warned, 2)
+def test_a_variant_that_tables_do_not_share_is_warned_of_and_closures_and_other_states_are_refused(spawn_ranks: SpawnRanks) -> None:
+    (told, (closure, loaded)), (silent, _) = spawn_ranks(_warned, 2)
     assert len(told) == 1, told
     assert "AdamSpec(frozen=False, amsgrad=False)" in told[0]
     assert not silent, "one rank tells"
     assert closure[0] == "ConfigError"
     assert "call backward() before step()" in closure[1]
+    assert loaded[0] == "CheckpointError"
+    assert "['exp_avg', 'exp_avg_sq', 'step'] there and ['exp_avg', 'exp_avg_sq', 'step', 'v_hat'] here" in loaded[1]

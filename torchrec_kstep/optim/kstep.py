@@ -31,6 +31,7 @@ from torchrec_kstep.optim.kstep_model import (
     check_recipe,
     check_replicated,
     check_settings,
+    check_state,
     check_table_rule,
     check_tables,
     counts_touches,
@@ -224,7 +225,12 @@ class KStepAdam(OptimizerWrapper):  # type: ignore[misc]  # torchrec has no type
         return {**state, STATE_KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state, of any k and number of replicas; the running interval is forgotten. Load the same on all ranks."""
+        """Loads a state, of any k and number of replicas; the running interval is forgotten. Load the same on all ranks.
+
+        Raises:
+            CheckpointError: it is that of another model or variant.
+        """
+        check_state(self._optimizer.state_dict()["state"], state_dict.get("state", {}))
         super().load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
         own = state_dict.get(STATE_KEY) or {"num_steps": self._num_steps_of_parts(), "num_rounds": 0}  # not of a KStepAdam
         self.num_steps, self.num_rounds = int(own["num_steps"]), int(own["num_rounds"])

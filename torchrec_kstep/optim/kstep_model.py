@@ -12,7 +12,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.mc_modules import ManagedCollisionModule
 
-from torchrec_kstep.errors import ConfigError
+from torchrec_kstep.errors import CheckpointError, ConfigError
 from torchrec_kstep.merge_spec import RECIPES, MergeSpec
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim.clipping import ClipCovers
@@ -101,6 +101,18 @@ def check_replicated(tables: Iterable[str]) -> None:
         raise ConfigError(
             f"KStepAdam: tables {names} are sharded data_parallel: TorchRec averages their gradients over all ranks of the job in every "
             "step, not over those of a replica; choose another sharding"
+        )
+
+
+def check_state(own: Mapping[str, Mapping[str, object]], given: Mapping[str, Mapping[str, object]]) -> None:
+    """Refuses a state of other parameters, or of the same with other moments; `own` and `given` by parameter."""
+    differing = [name for name in {**own, **given} if set(own.get(name, ())) != set(given.get(name, ()))]
+    if differing:
+        name = differing[0]
+        raise CheckpointError(
+            f"the state to be loaded differs from this optimizer's in {len(differing)} of {len(own)} parameters: {name!r} has "
+            f"{sorted(given.get(name, ())) or 'no state'} there and {sorted(own.get(name, ())) or 'no state'} here; load it with the "
+            "model, variant and AdamSpec that saved it"
         )
 
 
