@@ -1,7 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <map>
-#include <string>
 
 #include "compute/merge_fields.h"
 #include "compute/merge_rows.h"
@@ -13,12 +11,6 @@ namespace {
 
 constexpr std::size_t kRowsPerTask = 256;
 constexpr std::size_t kDriftEvery = 16;  // of the rows that arrive, one is compared
-
-std::int64_t rows_read(const TrackedTable& at) {
-  const std::map<std::string, double> counters = at.group->source().counters()[at.table];
-  const auto found = counters.find("misses_rows");  // a source in DRAM has none
-  return found == counters.end() ? 0 : static_cast<std::int64_t>(found->second);
-}
 
 struct ApplyMergedArgs {
   const std::vector<MergedField>& fields;
@@ -148,7 +140,7 @@ void apply_range(const ApplyMergedArgs& a, std::size_t first, std::size_t last, 
 Status apply_merged(const TrackedTable& at, const MergedRows& merged, MergeForm form, std::uint64_t step, int num_threads,
                     ApplyResult* result) {
   KSTEP_RETURN_IF_ERROR(check_tracked(at));
-  const std::int64_t read_before = rows_read(at);
+  const std::uint64_t read_before = at.group->source().num_rows_read(at.table);
   TouchTracker& tracker = at.group->tracker(at.table, at.tracker);
   const std::vector<MergedField> fields = merged_fields(at);
   TouchRound* running = tracker.detached() != nullptr ? &tracker.current() : nullptr;
@@ -193,7 +185,7 @@ Status apply_merged(const TrackedTable& at, const MergedRows& merged, MergeForm 
       result->way += drifts[task].way;
     }
   }
-  result->num_rows_read += rows_read(at) - read_before;
+  result->num_rows_read += static_cast<std::int64_t>(source.num_rows_read(at.table) - read_before);
   return Status();
 }
 

@@ -50,6 +50,11 @@ class TieredSource final : public RowSource {
     return rows->flush();
   }
 
+  std::uint64_t num_rows_read(std::uint32_t table) const override {
+    std::lock_guard<std::mutex> lock(shared_->mutex);
+    return shared_->rows == nullptr ? 0 : shared_->rows->num_rows_read(table);
+  }
+
   std::vector<std::map<std::string, double>> counters() const override {
     std::lock_guard<std::mutex> lock(shared_->mutex);
     if (shared_->rows == nullptr) return std::vector<std::map<std::string, double>>(shared_->tables.size());

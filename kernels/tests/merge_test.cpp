@@ -3,7 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <map>
+#include <memory>
 #include <numeric>
+#include <string>
 
 #include "compute/merge_message.h"
 #include "compute/merge_reduce.h"
@@ -17,7 +20,32 @@ namespace {
 constexpr std::size_t kNumRows = 5000;
 constexpr std::uint32_t kDim = 5;
 
-std::unique_ptr<TableGroup> make_group() {
+// Rows of which some lie in a lower tier, and whose counters cost as much as those of a cache with a long trace to replay.
+class RowsBelow final : public RowSource {
+ public:
+  RowsBelow(std::unique_ptr<RowSource> rows, int* num_counters) : rows_(std::move(rows)), num_counters_(num_counters) {}
+  const std::vector<TableSpec>& tables() const override { return rows_->tables(); }
+  Status pin(std::uint32_t table, const std::uint64_t* rows, std::size_t num_rows, PinMode mode, std::byte** payload,
+             PinTicket* ticket) override {
+    num_read_ += num_rows / 2;
+    return rows_->pin(table, rows, num_rows, mode, payload, ticket);
+  }
+  Status unpin(PinTicket ticket, bool dirty) override { return rows_->unpin(ticket, dirty); }
+  Status prefetch(const std::vector<TableRows>& batch) override { return rows_->prefetch(batch); }
+  std::uint64_t num_rows_read(std::uint32_t) const override { return num_read_; }
+  std::vector<std::map<std::string, double>> counters() const override {
+    ++*num_counters_;
+    return rows_->counters();
+  }
+
+ private:
+  std::unique_ptr<RowSource> rows_;
+  int* num_counters_;
+  std::uint64_t num_read_ = 0;
+};
+
+// `num_counters`: if given, rows are read from a tier below, and how often counters are asked for is told there.
+std::unique_ptr<TableGroup> make_group(int* num_counters = nullptr) {
   TableSpec table;
   table.name = "t";
   table.num_rows = kNumRows;
@@ -29,6 +57,7 @@ std::unique_ptr<TableGroup> make_group() {
   EXPECT_TRUE(schema.ok()) << schema.message();
   std::unique_ptr<RowSource> source;
   EXPECT_TRUE(DramRows::make({table}, DramLayout::Packed, 2, &source).ok());
+  if (num_counters != nullptr) source = std::make_unique<RowsBelow>(std::move(source), num_counters);
   OptimizerSpec adam;
   adam.kind = OptimizerKind::Adam;
   std::unique_ptr<TableGroup> group;
@@ -129,6 +158,22 @@ TEST(MergeRounds, OneReplicaEndsWhereItWas) {
   const std::vector<float> after = weights_of(group.get(), rows);
   for (std::size_t j = 0; j < after.size(); ++j) ASSERT_NEAR(after[j], before[j], 2e-7f);
   EXPECT_EQ(group->clear_touched(0, 0).kind, StatusKind::Ok);
+}
+
+TEST(MergeRounds, RowsReadAreCountedWithoutAskingForAllCounters) {
+  int num_counters = 0;
+  auto group = make_group(&num_counters);
+  ASSERT_TRUE(group->track(0, 0, {"weight"}).ok());
+  std::vector<std::uint64_t> rows(1000);
+  std::iota(rows.begin(), rows.end(), 0);
+  const std::vector<float> changes(rows.size() * kDim, 0.5f);
+  const WireRows values{reinterpret_cast<const std::uint8_t*>(changes.data()), Wire::Fp32};
+  ApplyResult result;
+  for (int piece = 0; piece < 2; ++piece) {
+    ASSERT_TRUE(apply_merged({group.get(), 0, 0}, {rows.data(), rows.size(), nullptr, {values}}, MergeForm::Delta, 2, 2, &result).ok());
+  }
+  EXPECT_EQ(result.num_rows_read, 1000);
+  EXPECT_EQ(num_counters, 0) << "a round has many pieces, and counters replay a trace each time";
 }
 
 // Packs all touched rows for three receivers, one message after the other.

@@ -66,6 +66,10 @@ class RowSource {
   // to do.
   virtual Status flush() { return Status(); }
 
+  // Rows that pins of a table had to bring up from a lower tier since the source was made; 0 where there is none. Costs nothing,
+  // unlike `counters`.
+  virtual std::uint64_t num_rows_read(std::uint32_t /*table*/) const { return 0; }
+
   // Named counters per table, in the order of tables(). Units are in the names ("hits_rows", "stall_s").
   virtual std::vector<std::map<std::string, double>> counters() const = 0;
 };

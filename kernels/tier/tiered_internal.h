@@ -1,6 +1,7 @@
 // Private parts of TieredRows, shared by its two source files.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -40,7 +41,7 @@ struct TieredRows::Job {
 struct TieredRows::TableCounters {
   // Written by the I/O thread.
   std::uint64_t hits_rows = 0;
-  std::uint64_t misses_rows = 0;
+  std::atomic<std::uint64_t> misses_rows{0};  // read by the caller's thread as well
   std::uint64_t first_touches_rows = 0;
   std::uint64_t evicted_rows = 0;
   std::uint64_t overflow_rows = 0;

@@ -204,7 +204,7 @@ TieredRows::Scan TieredRows::scan(Job* job, Status* status) {
         cache_class.misses.push_back({kNoSlot, table, row, cache.payload(slot)});
         cache_class.miss_slots.push_back(slot);
         ++num_misses_;
-        ++counters.misses_rows;
+        counters.misses_rows.fetch_add(1, std::memory_order_relaxed);
       }
     }
     cache.pin(slot);

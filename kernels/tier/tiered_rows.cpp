@@ -281,22 +281,29 @@ std::vector<std::map<std::string, double>> TieredRows::counters() const {
   return result;
 }
 
+std::uint64_t TieredRows::num_rows_read(std::uint32_t table) const {
+  return counters_[table]->misses_rows.load(std::memory_order_relaxed);
+}
+
 std::vector<std::map<std::string, double>> TieredRows::collect_counters() const {
   std::vector<std::map<std::string, double>> result;
   const std::map<std::string, double> whole = store_->counters();
+  std::map<const CacheClass*, double> share_of_optimum;  // replays a long trace: once for each, and with nobody locked out
+  for (const auto& cache_class : classes_) share_of_optimum[cache_class.get()] = cache_class->clairvoyant.share_of_optimum();
   std::lock_guard<std::mutex> lock(mutex_);
   for (std::size_t t = 0; t < tables_.size(); ++t) {
     const TableCounters& counters = *counters_[t];
     const TableState& table = *store_->table(t);
     const CacheClass& cache_class = *class_of_table_[t];
     auto as_double = [](std::uint64_t value) { return static_cast<double>(value); };
-    const double accesses = as_double(counters.hits_rows + counters.misses_rows + counters.first_touches_rows);
+    const std::uint64_t misses_rows = counters.misses_rows.load(std::memory_order_relaxed);
+    const double accesses = as_double(counters.hits_rows + misses_rows + counters.first_touches_rows);
     std::map<std::string, double> item = whole;
     item["hits_rows"] = as_double(counters.hits_rows);
-    item["misses_rows"] = as_double(counters.misses_rows);
+    item["misses_rows"] = as_double(misses_rows);
     item["first_touches_rows"] = as_double(counters.first_touches_rows);
     item["hit_ratio"] = accesses == 0 ? 0.0 : as_double(counters.hits_rows) / accesses;
-    item["clairvoyant_ratio"] = cache_class.clairvoyant.share_of_optimum();
+    item["clairvoyant_ratio"] = share_of_optimum.at(&cache_class);
     item["evicted_rows"] = as_double(counters.evicted_rows);
     item["overflow_rows"] = as_double(counters.overflow_rows);
     item["stall_s"] = counters.stall_s;

@@ -48,6 +48,7 @@ class TieredRows final : public RowSource {
   // Per table: hits_rows, misses_rows, first_touches_rows, stall_s, read_bytes, written_bytes, ...; what belongs
   // to the whole store (write amplification, queue depth, cleaner share, ...) is repeated in every table.
   std::vector<std::map<std::string, double>> counters() const override;
+  std::uint64_t num_rows_read(std::uint32_t table) const override;
 
   // Forgets every queued and unused prefetch; for a caller that changes its mind about the next batches.
   void cancel_prefetch();
