@@ -168,12 +168,19 @@ def peer_overrides(size: Size) -> dict[str, list[str]]:
 
 
 def machines(file: Path, drive: Path) -> Path:
-    """Describes the hosts: this machine with the link they have, its drive as measured."""
+    """Describes the hosts: each has its part of this machine's cores, memory and drive, as measured, and the link they have."""
     measured, _ = measure_drive("drive0", drive, 5.0, lambda _: None, file_bytes=64 * MIB)
+    reads = tuple(replace(point, operations_per_s=point.operations_per_s / NUM_HOSTS) for point in measured.reads)
+    half_drive = replace(measured, reads=reads, write_bytes_per_s=measured.write_bytes_per_s / NUM_HOSTS)
     local = this_machine()
-    host = replace(local.hosts[0], nics=(Nic("nic0", LINK_BYTES_PER_S, "eth0"),), drives=(measured,))
+    host = replace(local.hosts[0], nics=(Nic("nic0", LINK_BYTES_PER_S, "eth0"),), drives=(half_drive,))
     numa = host.numa_nodes[0]
-    shared = replace(numa, memory_bytes=numa.memory_bytes // NUM_HOSTS)  # both hosts are this one machine
+    shared = replace(
+        numa,
+        num_cores=max(1, numa.num_cores // NUM_HOSTS),
+        memory_bytes=numa.memory_bytes // NUM_HOSTS,
+        bandwidth_bytes_per_s=numa.bandwidth_bytes_per_s / NUM_HOSTS,
+    )
     links = tuple(Link((numa.name, part), 1e10, 1.0) for part in ("nic0", "drive0"))
     host = replace(host, numa_nodes=(shared, *host.numa_nodes[1:]), links=links)
     file.write_text(topology_text(replace(local, name="two hosts", hosts=(host,)).with_hosts(NUM_HOSTS)), encoding="utf-8")

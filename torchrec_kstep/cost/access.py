@@ -88,7 +88,7 @@ class AccessCurve:
 
     def distinct_rows(self, num_draws: float) -> float:
         """Expected number of different rows among so many draws."""
-        return float((self.num_rows * self._met(num_draws)).sum())
+        return float((self.num_rows * self.met(num_draws)).sum())
 
     def missed_rows(self, num_draws: float, cached_rows: float) -> float:
         """Expected rows of a batch of `num_draws` that a cache of `cached_rows` does not hold.
@@ -98,26 +98,25 @@ class AccessCurve:
         """
         if cached_rows >= self.num_accessible_rows:
             return 0.0
-        window = self._window(cached_rows)
-        return float((self.num_rows * self._met(num_draws) * (1 - self._met(window))).sum())
+        return float((self.num_rows * self.met(num_draws) * (1 - self.met(self.window(cached_rows)))).sum())
 
     def fewest_missed_rows(self, num_draws: float, cached_rows: float) -> float:
         """As `missed_rows`, for a cache that holds the most frequent rows and never changes."""
         held = np.clip(cached_rows - (np.cumsum(self.num_rows) - self.num_rows), 0.0, self.num_rows)
-        return float(((self.num_rows - held) * self._met(num_draws)).sum())
+        return float(((self.num_rows - held) * self.met(num_draws)).sum())
 
     def hit_rate(self, cached_rows: float) -> float:
         """Part of the draws that meets a row in a cache of so many rows."""
         if cached_rows >= self.num_accessible_rows:
             return 1.0
-        return float((self.num_rows * self.probability * self._met(self._window(cached_rows))).sum())
+        return float((self.num_rows * self.probability * self.met(self.window(cached_rows))).sum())
 
-    def _met(self, num_draws: float) -> Floats:
-        """Probability that one row of each bin is met in so many draws."""
+    def met(self, num_draws: float) -> Floats:
+        """Probability that one row of each bin is met in so many draws, `[bins]`."""
         return _met(self.probability, num_draws)
 
-    def _window(self, cached_rows: float) -> float:
-        """Draws in which `cached_rows` different rows are met, by bisection in log scale."""
+    def window(self, cached_rows: float) -> float:
+        """Draws in which `cached_rows` different rows are met, by bisection in log scale; fewer than are ever asked for."""
         if cached_rows <= 0:
             return 0.0
         known = self._windows.get(cached_rows)

@@ -65,7 +65,7 @@ class Coefficients:
         device_collective_s: as `collective_s`, on devices.
         device_flops_per_s: dense layers on a device.
         measured_error: part of a phase by which predictions on a measured machine are off; a calibration sets it so that the error bar
-            covers nine of ten runs.
+            covers four of five runs that the fit did not see.
         declared_error: the same where the machine's numbers come from a data sheet.
     """
 

@@ -450,6 +450,8 @@ class _Builder:
             cores = f"cores of {site.node}"
             if site.rank < self.setup.world_size:  # each replica has cores of its own
                 load.add(cores, site.rank, "merge_rows", self.coefficients.merge_row_s / self._threads_of(site.numa))
+                load.add(cores, site.rank, "merge_tier_rows", self.coefficients.admit_row_s / self._threads_of(site.numa))
+            self._add_drives(load, site, "merge_tier_rows", "merge_tier_rows", "merge_read_bytes", "merge_write_bytes")
         self._sustained.shaped(load)
         rounds_s = self._on_cores_s(self.coefficients.merge_round_s) + 2 * self._collective_s(latency, replicas)
         return load.phase("merge", rounds_s / k, bursts=1 / k)
@@ -460,16 +462,20 @@ class _Builder:
             if site.device:
                 load.add_path(self.routes.between(site.numa, site.node), site.rank, "fetch_bytes")
                 load.add_path(self.routes.between(site.node, site.numa), site.rank, "fetch_bytes")
-            host = self._hosts[site.host]
-            shares = self.routes.drive_shares(site.rank)
-            for drive in host.drives:
-                share = shares[drive.name] * self.coefficients.drive_factor
-                per_read_s, per_byte_s = drive.read_seconds(self._queue_depth)
-                resource, node = f"drive {host.name}/{drive.name}", f"{host.name}/{drive.name}"
-                load.add(resource, site.rank, "drive_reads", share * per_read_s)
-                load.add(resource, site.rank, "drive_read_bytes", share * per_byte_s)
-                load.add(resource, site.rank, "drive_write_bytes", share / drive.write_bytes_per_s)
-                load.add_path(self.routes.between(node, site.numa), site.rank, "drive_read_bytes", share)
-                load.add_path(self.routes.between(site.numa, node), site.rank, "drive_write_bytes", share)
-            load.add(f"row store of {site.node}", site.rank, "tier_rows", self.coefficients.tier_row_s * self._slowdown(site))
+            self._add_drives(load, site, "tier_rows", "drive_reads", "drive_read_bytes", "drive_write_bytes")
         return load.phase(TIERS)
+
+    def _add_drives(self, load: _Load, site: RankSite, rows: str, reads: str, read_bytes: str, write_bytes: str) -> None:
+        """Reads and writes on the drives of a rank, and the thread of its row store; the arguments name quantities."""
+        host = self._hosts[site.host]
+        shares = self.routes.drive_shares(site.rank)
+        for drive in host.drives:
+            share = shares[drive.name] * self.coefficients.drive_factor
+            per_read_s, per_byte_s = drive.read_seconds(self._queue_depth)
+            resource, node = f"drive {host.name}/{drive.name}", f"{host.name}/{drive.name}"
+            load.add(resource, site.rank, reads, share * per_read_s)
+            load.add(resource, site.rank, read_bytes, share * per_byte_s)
+            load.add(resource, site.rank, write_bytes, share / drive.write_bytes_per_s)
+            load.add_path(self.routes.between(node, site.numa), site.rank, read_bytes, share)
+            load.add_path(self.routes.between(site.numa, node), site.rank, write_bytes, share)
+        load.add(f"row store of {site.node}", site.rank, rows, self.coefficients.tier_row_s * self._slowdown(site))

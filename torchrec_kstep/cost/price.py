@@ -29,7 +29,7 @@ class StepTime:
 
     Attributes:
         seconds: of the whole step.
-        error_s: how far it may be off: after a calibration nine of ten runs lie within, else one standard deviation by estimate.
+        error_s: how far it may be off: after a calibration four of five runs lie within, else one standard deviation by estimate.
         phases: in order; those that are not hidden add up to `seconds`.
     """
 

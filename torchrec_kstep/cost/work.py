@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from torchrec_kstep.cost.access import AccessCurve
 from torchrec_kstep.cost.index_memory import index_memory_bytes
+from torchrec_kstep.cost.round_misses import round_misses
 
 Tier = Literal["device", "dram", "ssd"]
 Sharding = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"]
@@ -39,6 +40,9 @@ QUANTITIES = (
     "tier_rows",  # rows admitted into and evicted from a cache over a drive
     "merge_bytes",  # sent to each other replica, per step on average
     "merge_rows",  # collected here for a merge round or changed by it, per step on average
+    "merge_tier_rows",  # admitted into and evicted from a cache over a drive by merge rounds, per step on average
+    "merge_read_bytes",  # from drives for that
+    "merge_write_bytes",
 )
 MEMORIES = (
     "device_bytes",
@@ -205,13 +209,16 @@ def shard_work(
     }
     missed = 0.0
     if _has_cache(tier, on_device):
-        missed = table.curve.missed_rows(draws, cached_rows) * rows_share
+        missed = _missed_rows(table, setup, tier, draws, cached_rows) * rows_share
         quantities |= tier_quantities(tier, missed, distinct, record_bytes, on_device)
     if setup.k and setup.num_replicas > 1:
         touched, union = merged_rows(table, setup, draws)
         row_values = row_bytes / VALUE_BYTES * setup.merge_weight_bytes + MERGE_ROW_BYTES
         quantities["merge_rows"] = (touched + union) * rows_share / setup.k
         quantities["merge_bytes"] = quantities["merge_rows"] * row_values / setup.num_replicas
+        if tier == "ssd":
+            per_round = round_misses(table.curve, draws, setup.k, setup.num_replicas, cached_rows).per_round
+            quantities |= merge_tier_quantities(per_round * rows_share / setup.k, record_bytes)
     touched_rows = touched_share(table, setup, draws) * table.num_rows * rows_share
     memory = memory_bytes(table, setup, tier, cached_rows * rows_share, touched_rows, rows_share, columns_share, on_device)
     return ShardWork(quantities, memory, missed, distinct, touched_rows)
@@ -219,6 +226,13 @@ def shard_work(
 
 def _has_cache(tier: Tier, on_device: bool) -> bool:
     return tier == "ssd" or (tier == "dram" and on_device)
+
+
+def _missed_rows(table: Table, setup: StepSetup, tier: Tier, draws: float, cached_rows: float) -> float:
+    """Rows of a step of training that its cache does not hold. Rounds pass through caches over drives, and leave them to their own rows."""
+    if tier == "ssd" and setup.k and setup.num_replicas > 1:
+        return round_misses(table.curve, draws, setup.k, setup.num_replicas, cached_rows).per_step
+    return table.curve.missed_rows(draws, cached_rows)
 
 
 def _exchange_bytes(table: Table, setup: StepSetup, sharding: Sharding, row_bytes: float, rows_share: float) -> dict[str, float]:
@@ -264,6 +278,16 @@ def tier_quantities(tier: Tier, missed_rows: float, distinct_rows: float, record
         quantities["tier_rows"] = missed_rows
         quantities["cache_rows"] = distinct_rows
     return quantities
+
+
+def merge_tier_quantities(missed_rows: float, record_bytes: float) -> dict[str, float]:
+    """Traffic of merge rounds between a cache and its drive; each row that they bring up displaces one that they changed."""
+    stored = record_bytes + RECORD_HEADER_BYTES
+    return {
+        "merge_tier_rows": missed_rows,
+        "merge_read_bytes": missed_rows * read_unit_bytes(stored),
+        "merge_write_bytes": missed_rows * stored * WRITE_AMPLIFICATION,
+    }
 
 
 def read_unit_bytes(stored_bytes: float) -> int:

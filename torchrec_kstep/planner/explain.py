@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from torchrec_kstep.cost.machine import TIERS
+from torchrec_kstep.planner.options import COLUMN_MULTIPLE
 from torchrec_kstep.planner.placement import PlacedTable, Placement
 from torchrec_kstep.units import format_bytes, format_seconds
 
@@ -63,6 +64,11 @@ def _table_reason(table: PlacedTable, is_hidden: bool) -> str:
             f"{table.name} rests in DRAM behind {place}, with {table.cached_rows:,.0f} of {table.num_rows:,} rows on the device: "
             f"{table.hit_rate:.1%} of its ids meet the cache"
         )
+    if table.sharding == "column_wise" and len(table.ranks) == 1:
+        return (
+            f"{table.name} stays in {table.tier} on {place}, whole ({format_bytes(table.bytes_per_rank)}): these ranks cannot share its "
+            f"{table.dim} columns in equal parts of a multiple of {COLUMN_MULTIPLE} that are no narrower than wished for"
+        )
     cut = {
         "table_wise": "whole, so that its bags are sent once",
         "row_wise": "cut by rows, which splits its bytes and lookups evenly and sends partial sums from every rank",
@@ -95,7 +101,7 @@ def _rank_reasons(placement: Placement) -> Iterator[str]:
         return
     ranks = f"rank {empty[0]} gets" if len(empty) == 1 else f"ranks {_listed(empty)} get"
     yield (
-        f"{ranks} no table: with one there, the step would take longer, because the way there or the rank itself is slower than others, "
+        f"{ranks} no table: with one there, the step would take no less, because the way there or the rank itself is slower than others, "
         "or because there are fewer tables than ranks"
     )
 

@@ -16,7 +16,7 @@ from torchrec_kstep.errors import PlanError, TopologyError
 from torchrec_kstep.planner.placement import Placement
 from torchrec_kstep.topology import ClusterTopology, load_topology, topology_text
 
-FORMAT = 2
+FORMAT = 3
 _FAR_ERRORS = 2.0  # error bars above the prediction that are no chance any more
 PREDICTION_NAME, TOPOLOGY_NAME = "prediction.json", "topology.yaml"  # in a run directory
 
@@ -173,9 +173,10 @@ def comparison_rows(made: Forecast, measured: Measured) -> list[tuple[str, str, 
         ("of it forward and backward", ms(made.step.seconds - optimizer_s), ms(measured.forward_backward_s)),
         ("of it optimizer and merge rounds", ms(optimizer_s), ms(measured.optimizer_s)),
     ]
-    for quantity, words in (("tier_rows", "rows read from SSD per step, rank 0"), ("merge_bytes", "sent in merge rounds per step, rank 0")):
-        if quantity in measured.counters:
-            predicted = made.quantity(quantity) * (made.setup.num_replicas - 1 if quantity == "merge_bytes" else 1)
-            unit = " bytes" if quantity == "merge_bytes" else ""
-            rows.append((words, f"{predicted:,.0f}{unit}", f"{measured.counters[quantity]:,.0f}{unit}"))
+    if "tier_rows" in measured.counters:
+        brought_up = made.quantity("tier_rows") + made.quantity("merge_tier_rows")
+        rows.append(("rows read from SSD per step, rank 0", f"{brought_up:,.0f}", f"{measured.counters['tier_rows']:,.0f}"))
+    if "merge_bytes" in measured.counters:
+        sent_bytes = made.quantity("merge_bytes") * (made.setup.num_replicas - 1)
+        rows.append(("sent in merge rounds per step, rank 0", f"{sent_bytes:,.0f} bytes", f"{measured.counters['merge_bytes']:,.0f} bytes"))
     return rows

@@ -7,6 +7,7 @@ import pytest
 
 from torchrec_kstep.cost import QUANTITIES, AccessCurve, Coefficients, Machine, StepSetup, Table, shard_work
 from torchrec_kstep.cost.price import StepTime, price
+from torchrec_kstep.cost.round_misses import round_misses
 from torchrec_kstep.cost.work import read_unit_bytes
 from torchrec_kstep.errors import TopologyError
 from torchrec_kstep.topology import ClusterTopology, Device, Drive, DrivePoint, Exchange, Host, Link, Network, Nic, NumaNode
@@ -184,6 +185,22 @@ def test_merge_rounds_cost_less_the_rarer_they_are_and_nothing_for_one_replica()
     alone = StepSetup(1000, world_size=2, local_world_size=2)
     vector = shard_work(table(), alone, "table_wise", 1, "dram", 0, on_device=False).vector
     assert seconds(priced(Machine.of(cluster(), alone), {0: vector}))["merge"] == 0.0
+
+
+def test_merge_rounds_over_rows_on_drives_read_and_write_them() -> None:
+    """Otherwise rounds would be free of what takes most of their time where tables are larger than memory."""
+    setup = StepSetup(1000, world_size=1, local_world_size=1, k=10, num_replicas=2)
+    machine = Machine.of(cluster(2), setup, coefficients=FREE)
+    work = shard_work(table(), setup, "table_wise", 1, "ssd", 5_000, on_device=False)
+    misses = round_misses(AccessCurve.zipf(10**6, 1.05), 1000, 10, 2, 5_000)
+    assert misses.per_round > 1_000
+    assert work.num_missed_rows == misses.per_step > AccessCurve.zipf(10**6, 1.05).missed_rows(1000, 5_000)
+    found = seconds(priced(machine, {0: work.vector}))
+    assert found["merge"] == pytest.approx(misses.per_round / 10 * (1 / 1e5 + (256 + 512 + 20) * 1.5 / 1e9), rel=1e-6)
+    in_memory = shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=False)
+    assert seconds(priced(machine, {0: in_memory.vector}))["merge"] < found["merge"]
+    all_cached = shard_work(table(), setup, "table_wise", 1, "ssd", 10**6, on_device=False)
+    assert seconds(priced(machine, {0: all_cached.vector}))["merge"] == seconds(priced(machine, {0: in_memory.vector}))["merge"]
 
 
 def test_replicas_count_their_work_on_their_own_hosts() -> None:

@@ -56,6 +56,17 @@ def test_a_type_that_is_asked_for_is_given(sharding: str) -> None:
         assert all(len(table.ranks) > 1 for table in found.plan["0"].values())
 
 
+def test_columns_that_ranks_cannot_share_evenly_stay_together_and_the_plan_says_so() -> None:
+    """Upstream cuts them into unequal parts, so whoever asked for a cut must be told why there is none."""
+    constraints = {"t0": ParameterConstraints(sharding_types=["column_wise"], min_partition=100)}
+    made = planner(SOCKETS, 8, 2, kernel="dense", constraints=constraints)
+    found = made.plan(task([1_000, 5_000]), sharders("dense"))
+    assert len(found.plan["0"]["t0"].ranks) == 1
+    assert made.placement is not None
+    (said,) = [line for line in reasons(made.placement) if line.startswith("t0 ")]
+    assert "cannot share its 32 columns" in said
+
+
 def test_torchrecs_constraints_mean_what_they_mean_there() -> None:
     constraints = {
         "t0": ParameterConstraints(sharding_types=["column_wise"], min_partition=16),
