@@ -451,7 +451,7 @@ class _Builder:
             if site.rank < self.setup.world_size:  # each replica has cores of its own
                 load.add(cores, site.rank, "merge_rows", self.coefficients.merge_row_s / self._threads_of(site.numa))
                 load.add(cores, site.rank, "merge_tier_rows", self.coefficients.admit_row_s / self._threads_of(site.numa))
-            self._add_drives(load, site, "merge_tier_rows", "merge_tier_rows", "merge_read_bytes", "merge_write_bytes")
+            self._add_drives(load, site, "merge_tier_rows", "merge_reads", "merge_read_bytes", "merge_write_bytes")
         self._sustained.shaped(load)
         rounds_s = self._on_cores_s(self.coefficients.merge_round_s) + 2 * self._collective_s(latency, replicas)
         return load.phase("merge", rounds_s / k, bursts=1 / k)

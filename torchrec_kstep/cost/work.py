@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from torchrec_kstep.cost.access import AccessCurve
 from torchrec_kstep.cost.index_memory import index_memory_bytes
-from torchrec_kstep.cost.round_misses import round_misses
+from torchrec_kstep.cost.round_misses import RoundMisses, round_misses
 
 Tier = Literal["device", "dram", "ssd"]
 Sharding = Literal["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"]
@@ -41,7 +41,8 @@ QUANTITIES = (
     "merge_bytes",  # sent to each other replica, per step on average
     "merge_rows",  # collected here for a merge round or changed by it, per step on average
     "merge_tier_rows",  # admitted into and evicted from a cache over a drive by merge rounds, per step on average
-    "merge_read_bytes",  # from drives for that
+    "merge_reads",  # from drives for that
+    "merge_read_bytes",
     "merge_write_bytes",
 )
 MEMORIES = (
@@ -207,32 +208,41 @@ def shard_work(
         "pooled_bytes": samples * table.num_features * row_bytes,
         **_exchange_bytes(table, setup, sharding, row_bytes, rows_share),
     }
-    missed = 0.0
+    misses = RoundMisses(0.0, 0.0)
     if _has_cache(tier, on_device):
-        missed = _missed_rows(table, setup, tier, draws, cached_rows) * rows_share
-        quantities |= tier_quantities(tier, missed, distinct, record_bytes, on_device)
+        misses = _misses(table, setup, tier, draws, cached_rows)
+        read_share = _read_share(table, setup, draws, misses)
+        quantities |= tier_quantities(tier, misses.per_step * rows_share, distinct, record_bytes, on_device, read_share)
     if setup.k and setup.num_replicas > 1:
         touched, union = merged_rows(table, setup, draws)
         row_values = row_bytes / VALUE_BYTES * setup.merge_weight_bytes + MERGE_ROW_BYTES
         quantities["merge_rows"] = (touched + union) * rows_share / setup.k
         quantities["merge_bytes"] = quantities["merge_rows"] * row_values / setup.num_replicas
         if tier == "ssd":
-            per_round = round_misses(table.curve, draws, setup.k, setup.num_replicas, cached_rows).per_round
-            quantities |= merge_tier_quantities(per_round * rows_share / setup.k, record_bytes)
+            quantities |= merge_tier_quantities(misses.per_round * rows_share / setup.k, record_bytes, read_share)
     touched_rows = touched_share(table, setup, draws) * table.num_rows * rows_share
     memory = memory_bytes(table, setup, tier, cached_rows * rows_share, touched_rows, rows_share, columns_share, on_device)
-    return ShardWork(quantities, memory, missed, distinct, touched_rows)
+    return ShardWork(quantities, memory, misses.per_step * rows_share, distinct, touched_rows)
 
 
 def _has_cache(tier: Tier, on_device: bool) -> bool:
     return tier == "ssd" or (tier == "dram" and on_device)
 
 
-def _missed_rows(table: Table, setup: StepSetup, tier: Tier, draws: float, cached_rows: float) -> float:
-    """Rows of a step of training that its cache does not hold. Rounds pass through caches over drives, and leave them to their own rows."""
+def _misses(table: Table, setup: StepSetup, tier: Tier, draws: float, cached_rows: float) -> RoundMisses:
+    """Rows that its cache does not hold. Rounds pass through caches over drives, and leave them to their own rows."""
     if tier == "ssd" and setup.k and setup.num_replicas > 1:
-        return round_misses(table.curve, draws, setup.k, setup.num_replicas, cached_rows).per_step
-    return table.curve.missed_rows(draws, cached_rows)
+        return round_misses(table.curve, draws, setup.k, setup.num_replicas, cached_rows)
+    return RoundMisses(table.curve.missed_rows(draws, cached_rows), 0.0)
+
+
+def _read_share(table: Table, setup: StepSetup, draws: float, misses: RoundMisses) -> float:
+    """Part of the missed rows that are read: those that the job touches for the first time are made, not read."""
+    missed = misses.per_step + misses.per_round / max(setup.k, 1)
+    if not setup.num_steps or missed <= 0:
+        return 1.0
+    first_touches = table.curve.distinct_rows(draws * setup.num_steps * max(setup.num_replicas, 1)) / setup.num_steps
+    return max(1 - first_touches / missed, 0.0)
 
 
 def _exchange_bytes(table: Table, setup: StepSetup, sharding: Sharding, row_bytes: float, rows_share: float) -> dict[str, float]:
@@ -262,30 +272,34 @@ def _update_bytes(table: Table, setup: StepSetup, distinct: float, record_bytes:
     return 2 * distinct * record_bytes
 
 
-def tier_quantities(tier: Tier, missed_rows: float, distinct_rows: float, record_bytes: float, on_device: bool) -> dict[str, float]:
+def tier_quantities(
+    tier: Tier, missed_rows: float, distinct_rows: float, record_bytes: float, on_device: bool, read_share: float = 1.0
+) -> dict[str, float]:
     """Traffic between the tiers: each missed row comes up, and as many changed ones go down in exchange.
 
-    A table on SSD has its cache in DRAM, so that every row of a batch crosses to the device and back.
+    A table on SSD has its cache in DRAM, so that every row of a batch crosses to the device and back. Of the rows that its cache misses
+    `read_share` are read; the others were never touched before.
     """
     quantities: dict[str, float] = {}
     if on_device:
         quantities["fetch_bytes"] = (missed_rows if tier == "dram" else distinct_rows) * record_bytes
     if tier == "ssd":
         stored = record_bytes + RECORD_HEADER_BYTES
-        quantities["drive_reads"] = missed_rows
-        quantities["drive_read_bytes"] = missed_rows * read_unit_bytes(stored)
+        quantities["drive_reads"] = missed_rows * read_share
+        quantities["drive_read_bytes"] = missed_rows * read_share * read_unit_bytes(stored)
         quantities["drive_write_bytes"] = missed_rows * stored * WRITE_AMPLIFICATION
         quantities["tier_rows"] = missed_rows
         quantities["cache_rows"] = distinct_rows
     return quantities
 
 
-def merge_tier_quantities(missed_rows: float, record_bytes: float) -> dict[str, float]:
+def merge_tier_quantities(missed_rows: float, record_bytes: float, read_share: float) -> dict[str, float]:
     """Traffic of merge rounds between a cache and its drive; each row that they bring up displaces one that they changed."""
     stored = record_bytes + RECORD_HEADER_BYTES
     return {
         "merge_tier_rows": missed_rows,
-        "merge_read_bytes": missed_rows * read_unit_bytes(stored),
+        "merge_reads": missed_rows * read_share,
+        "merge_read_bytes": missed_rows * read_share * read_unit_bytes(stored),
         "merge_write_bytes": missed_rows * stored * WRITE_AMPLIFICATION,
     }
 

@@ -174,8 +174,8 @@ def comparison_rows(made: Forecast, measured: Measured) -> list[tuple[str, str, 
         ("of it optimizer and merge rounds", ms(optimizer_s), ms(measured.optimizer_s)),
     ]
     if "tier_rows" in measured.counters:
-        brought_up = made.quantity("tier_rows") + made.quantity("merge_tier_rows")
-        rows.append(("rows read from SSD per step, rank 0", f"{brought_up:,.0f}", f"{measured.counters['tier_rows']:,.0f}"))
+        read = made.quantity("drive_reads") + made.quantity("merge_reads")
+        rows.append(("rows read from SSD per step, rank 0", f"{read:,.0f}", f"{measured.counters['tier_rows']:,.0f}"))
     if "merge_bytes" in measured.counters:
         sent_bytes = made.quantity("merge_bytes") * (made.setup.num_replicas - 1)
         rows.append(("sent in merge rounds per step, rank 0", f"{sent_bytes:,.0f} bytes", f"{measured.counters['merge_bytes']:,.0f} bytes"))

@@ -203,6 +203,22 @@ def test_merge_rounds_over_rows_on_drives_read_and_write_them() -> None:
     assert seconds(priced(machine, {0: all_cached.vector}))["merge"] == seconds(priced(machine, {0: in_memory.vector}))["merge"]
 
 
+@pytest.mark.parametrize("k", [0, 10])
+def test_rows_that_a_run_touches_for_the_first_time_are_not_read(k: int) -> None:
+    """Otherwise short runs over large tables would be taken to wait for drives that they hardly read from."""
+    endless = StepSetup(1000, k=k, num_replicas=2 if k else 1)
+    reads = []
+    for num_steps in (20, 400, 100_000, 0):
+        work = shard_work(table(), dataclasses.replace(endless, num_steps=num_steps), "table_wise", 1, "ssd", 5_000, on_device=False)
+        reads.append(work.quantities["drive_reads"] + work.quantities.get("merge_reads", 0.0))
+        assert work.quantities["tier_rows"] == work.num_missed_rows, "they come into the cache and displace others all the same"
+    assert reads == sorted(reads)
+    missed = work.num_missed_rows + work.quantities.get("merge_tier_rows", 0.0)
+    first_touches = AccessCurve.zipf(10**6, 1.05).distinct_rows(1000 * 400 * (2 if k else 1)) / 400
+    assert reads[1] == pytest.approx(missed - first_touches)
+    assert reads[-1] == pytest.approx(missed)
+
+
 def test_replicas_count_their_work_on_their_own_hosts() -> None:
     """One plan is carried by all replicas: the slower host sets the pace."""
     slow = dataclasses.replace(cpu_host("host1"), numa_nodes=(NumaNode("numa0", 64 * GIB, 1e10, 1e9, 4),))
