@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,7 @@ class TrainingJob:
             f"run_dir={self.run_dir}",
             f"tiers.ssd_paths=[{self.folder}/ssd_a,{self.folder}/ssd_b]",
         ]
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "torchrec_kstep.train"])
+        context = _server()
         port = _free_port()
         processes: list[BaseProcess] = []
         for rank in range(self.num_ranks):
@@ -165,6 +165,20 @@ class Trained:
                     digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()
                     state[f"{reference.rank} {reference.folder} {part.table} {field}"] = digest
         return cls(numbers, state)
+
+
+def warm_up() -> None:
+    """Starts the server of processes and waits for its imports."""
+    process = _server().Process(target=os.getpid)
+    process.start()
+    process.join(JOB_LIMIT_S)
+    assert process.exitcode == 0
+
+
+def _server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, "torchrec_kstep.train"])
+    return context
 
 
 def kill(processes: list[BaseProcess]) -> None:
