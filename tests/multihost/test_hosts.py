@@ -132,17 +132,32 @@ def _pids(namespace: str) -> list[str]:
     return subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, timeout=10, check=False).stdout.split()
 
 
-def test_a_step_floor_paces_steps_and_never_hurries_them() -> None:
+class Clock:
+    """A clock that goes on only when somebody sleeps, so that a stall of the machine is no step."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_a_step_floor_paces_steps_and_never_hurries_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("benchmarks.hosts.time", clock)
     floor = StepFloor(30)
-    started_s = time.monotonic()
     for _ in range(3):
+        clock.sleep(0.01)
         floor.wait()
-    assert time.monotonic() - started_s >= 0.09
-    slow = StepFloor(1)
-    time.sleep(0.02)
-    started_s = time.monotonic()
-    slow.wait()
-    assert time.monotonic() - started_s < 0.02
+    assert clock.now_s == pytest.approx(100.09)
+    clock.sleep(0.05)
+    floor.wait()
+    assert clock.now_s == pytest.approx(100.14)
+    floor.wait()
+    assert clock.now_s == pytest.approx(100.17)
 
 
 def test_ranks_receive_the_step_floor() -> None:
