@@ -6,7 +6,8 @@ their periods, changes rounded to bfloat16 at random in both directions where th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -132,9 +133,10 @@ def _rounded(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 class Replicas:
     """Replicas that train alone and are merged; with one of them, plain training."""
 
-    def __init__(self, config: RunConfig, schema: FeatureSchema, kstep: KStepConfig, num_replicas: int) -> None:
-        """Builds equal replicas."""
-        self.members = [make_replica(config, schema, kstep, num_replicas) for _ in range(num_replicas)]
+    def __init__(self, config: RunConfig, schema: FeatureSchema, kstep: KStepConfig, num_replicas: int, folder: Path) -> None:
+        """Builds equal replicas; those of tables on SSD keep rows below `folder`."""
+        tiers = [replace(config.tiers, ssd_paths=[str(folder / f"replica{index}")]) for index in range(num_replicas)]
+        self.members = [make_replica(replace(config, tiers=one), schema, kstep, num_replicas) for one in tiers]
         self._kernels = [kernels_of_model(replica.dmp) for replica in self.members]
         self._period = Period(stages_of(kstep))
         self._num_rounds = self._num_steps = self._num_unmerged_steps = 0

@@ -2,17 +2,28 @@
 
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import kstep_study
+from benchmarks.kstep_replicas import Replicas
 from benchmarks.kstep_rows import Column, Rows, add_cross, owners, shuffled, shuffled_by_owner
-from benchmarks.kstep_study import METHODS, STAGES, SYNC, TASKS, Line, Results, Run, climb, plot, rate, table
+from benchmarks.kstep_study import METHODS, STAGES, SYNC, TASKS, Line, Results, Run, climb, plot, rate, table, train
+from torchrec_kstep.config.load import load
+from torchrec_kstep.config.schema import RunConfig
 from torchrec_kstep.data.manifest import NUM_RESERVED_IDS, UNSEEN_ID
+from torchrec_kstep.sharding.tiered.state import kernels_of_model
+from torchrec_kstep.storage.tiered_tables import TieredTables
 from torchrec_kstep.types import FeatureSchema, SparseFeature
 
 SCHEMA = FeatureSchema((), (SparseFeature("user", 20), SparseFeature("genres", 20, 0)))
@@ -128,3 +139,42 @@ def test_differences_are_paired_and_shown() -> None:
     assert "| paper | 20 | 2 | 0.01 x 2 | 0.84800 | 0.45000 | -0.00200 ± 0.00100 |" in text
     chart = ElementTree.fromstring(plot("Toy", lines))
     assert "paper: mean, 95 % confidence" in "".join(chart.itertext())
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize(("method", "num_replicas_trained"), [("default", 2), ("sync_row", 1)])
+def test_replicas_on_ssd_clip_and_merge_as_those_in_dram(method: str, num_replicas_trained: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replica has folders of its own, and where rows lie changes no bit; without the clip other rows come out."""
+    generator = np.random.default_rng(0)
+    schema = FeatureSchema((), (SparseFeature("user", 400), SparseFeature("item", 300)))
+    columns = {feature.name: Column(generator.integers(0, feature.num_rows, 640)) for feature in schema.sparse}
+    split = Rows(schema, np.zeros((640, 0), np.float32), (generator.random(640) < 0.4).astype(np.float32), columns)
+    rows = {"train": split, "validation": split, "test": split}
+    opened: list[str] = []
+    real = kstep_study.Replicas
+
+    def replicas(config: RunConfig, *args: Any) -> Replicas:
+        made = real(config, *args)
+        kernels = [kernel for member in made.members for kernel in kernels_of_model(member.dmp)]
+        opened.extend(path for kernel in kernels if isinstance(kernel.group, TieredTables) for path in kernel.group.paths)
+        return made
+
+    monkeypatch.setattr(kstep_study, "Replicas", replicas)
+    found = {}
+    for name in ("no_clip", "cowclip", "cowclip_ssd"):
+        task = replace(TASKS[f"frappe_{name}"], batch_size=32, num_passes=2, table_lr=1.0)
+        overrides = ["tiers.dram_bytes=16KiB" if text.startswith("tiers.dram_bytes") else text for text in task.overrides]
+        config = load(RunConfig, "train", [*overrides, "model.embedding_dim=4", "model.mlp=[8]"])
+        config = replace(config, optim=replace(config.optim, clip_ratio=1e-3))  # so small that it clips
+        report = train(Run(method, 2, 1, 0.05), task, config, rows, num_replicas=2)["test"]
+        found[name] = (report.auc, report.logloss)
+    assert found["cowclip"] == found["cowclip_ssd"] != found["no_clip"]
+    assert len({Path(path).parents[1] for path in opened}) == num_replicas_trained
+    assert not any(Path(path).exists() for path in opened)
