@@ -221,7 +221,7 @@ STAGES = {
     ),
     "ml1m_wires": Stage("MovieLens-1M, narrow wires", "ml1m", ("default", "default, bf16", "default, int8")),
     "ml1m_variants": Stage("MovieLens-1M, variants", "ml1m", ("default", "paper", *VARIANTS), num_seeds=1),
-    "cowclip": Stage("Frappe, CowClip at 4,096 rows per step", "frappe_cowclip", ("default", "paper")),
+    "cowclip": Stage("Frappe, CowClip at 4,096 rows per step", "frappe_cowclip", ("default", "paper"), (5, 20)),
     "cowclip_ssd": Stage("Frappe, CowClip at 4,096 rows per step, tables on SSD", "frappe_cowclip_ssd", ("default", "paper")),
     "no_clip": Stage("Frappe, 4,096 rows per step by CowClip's rule without its clip", "frappe_no_clip", ("default", "paper")),
     "ml1m_cowclip": Stage("MovieLens-1M, CowClip at 4,096 rows per step", "ml1m_cowclip", ("default", "paper")),
