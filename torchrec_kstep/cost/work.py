@@ -284,24 +284,23 @@ def tier_quantities(
     if on_device:
         quantities["fetch_bytes"] = (missed_rows if tier == "dram" else distinct_rows) * record_bytes
     if tier == "ssd":
-        stored = record_bytes + RECORD_HEADER_BYTES
-        quantities["drive_reads"] = missed_rows * read_share
-        quantities["drive_read_bytes"] = missed_rows * read_share * read_unit_bytes(stored)
-        quantities["drive_write_bytes"] = missed_rows * stored * WRITE_AMPLIFICATION
-        quantities["tier_rows"] = missed_rows
+        names = ("tier_rows", "drive_reads", "drive_read_bytes", "drive_write_bytes")
+        quantities |= zip(names, _drive_traffic(missed_rows, record_bytes, read_share), strict=True)
         quantities["cache_rows"] = distinct_rows
     return quantities
 
 
 def merge_tier_quantities(missed_rows: float, record_bytes: float, read_share: float) -> dict[str, float]:
     """Traffic of merge rounds between a cache and its drive; each row that they bring up displaces one that they changed."""
+    names = ("merge_tier_rows", "merge_reads", "merge_read_bytes", "merge_write_bytes")
+    return dict(zip(names, _drive_traffic(missed_rows, record_bytes, read_share), strict=True))
+
+
+def _drive_traffic(missed_rows: float, record_bytes: float, read_share: float) -> tuple[float, float, float, float]:
+    """Rows that a cache over a drive misses; reads for them, bytes of these, and bytes written for the rows that make room."""
     stored = record_bytes + RECORD_HEADER_BYTES
-    return {
-        "merge_tier_rows": missed_rows,
-        "merge_reads": missed_rows * read_share,
-        "merge_read_bytes": missed_rows * read_share * read_unit_bytes(stored),
-        "merge_write_bytes": missed_rows * stored * WRITE_AMPLIFICATION,
-    }
+    reads = missed_rows * read_share
+    return missed_rows, reads, reads * read_unit_bytes(stored), missed_rows * stored * WRITE_AMPLIFICATION
 
 
 def read_unit_bytes(stored_bytes: float) -> int:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
@@ -161,8 +162,8 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         fusion = fusion_of(sharders, self.job.kernel)
         setup = self.setup(module, fusion.copies_per_weight)
         named = [(path, config) for path, configs in tables.items() for config in configs]
-        uniform: dict[int, AccessCurve] = {}
-        priced = [self._table(config, fusion.state_bytes(config.embedding_dim), uniform) for _, config in named]
+        zipf = cache(lambda num_rows: AccessCurve.zipf(num_rows, self.job.zipf_exponent))  # tables of one size share their curve
+        priced = [self._table(config, fusion.state_bytes(config.embedding_dim), zipf) for _, config in named]
         self._priced = (setup, priced)
         wishes = [self._wishes(path, config, tables, sharders) for path, config in named]
         known = [] if callable(self._known_plans) else [known_places(plan, named) for plan in self._known_plans]
@@ -231,11 +232,11 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
             coefficients=self._coefficients,
         )
 
-    def _table(self, config: EmbeddingBagConfig, state_bytes: int, zipf: dict[int, AccessCurve]) -> Table:
+    def _table(self, config: EmbeddingBagConfig, state_bytes: int, zipf: Callable[[int], AccessCurve]) -> Table:
         constraint = self.constraints.get(config.name)
         curve = self._usage.curves.get(config.name)
         if curve is None:
-            curve = zipf.setdefault(config.num_embeddings, AccessCurve.zipf(config.num_embeddings, self.job.zipf_exponent))
+            curve = zipf(config.num_embeddings)
         counted = self._usage.ids_per_sample.get(config.name)
         if counted is not None and (constraint is None or list(constraint.pooling_factors) == [1.0]):
             return Table(config.name, config.num_embeddings, config.embedding_dim, curve, counted, config.num_features(), state_bytes)
@@ -267,12 +268,12 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         )
 
     def _check_constraints(self, tables: Mapping[str, Sequence[EmbeddingBagConfig]]) -> None:
-        names = [config.name for configs in tables.values() for config in configs]
+        names = dict.fromkeys(config.name for configs in tables.values() for config in configs)
         if not names:
             raise PlanError("the task holds no EmbeddingBagCollection: there is nothing to shard")
         unknown = [name for name in self.constraints if name not in names]
         if unknown:
-            raise PlanError(f"constraints name a table {unknown[0]!r} that the task does not have; {did_you_mean(unknown[0], names)}")
+            raise PlanError(f"constraints name a table {unknown[0]!r} that the task does not have; {did_you_mean(unknown[0], list(names))}")
 
     def _key(
         self, setup: StepSetup, named: Sequence[tuple[str, EmbeddingBagConfig]], priced: Sequence[Table], wishes: Sequence[Wishes]

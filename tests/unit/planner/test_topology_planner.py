@@ -14,7 +14,9 @@ from torchrec.modules.embedding_configs import PoolingType
 from tests.planners import SMALL, SOCKETS, planner, sharders, task
 from torchrec_kstep.config.load import load
 from torchrec_kstep.config.schema import PlannerConfig, RunConfig
+from torchrec_kstep.cost import AccessCurve
 from torchrec_kstep.errors import ConfigError, PlanError, TopologyError
+from torchrec_kstep.planner import topology_planner
 from torchrec_kstep.planner.checks import check_plan
 from torchrec_kstep.planner.emit import TieredParameterSharding, sharding_plan
 from torchrec_kstep.planner.explain import placement_table, pool_lines, reasons, step_lines
@@ -160,6 +162,25 @@ def test_planning_is_remembered_by_everything_that_matters(tmp_path: Path) -> No
         other.plan(model, sharders("tiered"))
     planner(cache_folder=tmp_path).plan(task([*ROWS[:-1], 6]), sharders("tiered"))
     assert len(list(tmp_path.glob("plan-*.json"))) == 4
+
+
+def test_a_plan_found_again_is_not_searched_for_and_prices_each_size_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thousand tables of two hundred sizes need to be found again is what two hundred need."""
+    sizes: list[int] = []
+    zipf = AccessCurve.zipf
+
+    def counted(num_rows: int, exponent: float) -> AccessCurve:
+        sizes.append(num_rows)
+        return zipf(num_rows, exponent)
+
+    monkeypatch.setattr(AccessCurve, "zipf", counted)
+    model = task([100, 200, 300] * 8)
+    made = planner(cache_folder=tmp_path)
+    first = made.plan(model, sharders("tiered"))
+    assert sorted(sizes) == [100, 200, 300]
+    monkeypatch.setattr(topology_planner, "solve", None)  # a search would fail
+    assert str(made.plan(model, sharders("tiered"))) == str(first)
+    assert sorted(sizes[3:]) == [100, 200, 300]
 
 
 def test_a_kept_plan_of_other_machines_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
