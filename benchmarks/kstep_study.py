@@ -215,7 +215,7 @@ STAGES = {
     "wires": Stage("Frappe, narrow wires", "frappe", ("default", "default, bf16", "default, int8", "paper, bf16")),
     "variants": Stage("Frappe, variants", "frappe", ("default", "paper", *VARIANTS)),
     "periods": Stage("Frappe, periods of the moments", "frappe", ("default", *(name for name in METHODS if "every" in name))),
-    "dlrm": Stage("MovieLens-1M, DLRM", "ml1m_dlrm", ("default", "paper")),
+    "dlrm": Stage("MovieLens-1M, DLRM", "ml1m_dlrm", ("default", "default, frozen", "paper"), (5, 20)),
     "long_tail": Stage(
         "MovieLens-1M with crosses, DeepFM", "ml1m_crosses", ("default", "default, moments of rows local", "default, int8", "paper")
     ),
