@@ -4,122 +4,10 @@
 // linkage and calls no inline library function: a shared symbol built for AVX-512 would crash a lesser processor.
 // Loops are written so that the vectoriser turns them into full vectors; dims 8, 16, 32, 64 and 128 get their own copy.
 
-// Without it a helper that is not inlined loses the constant dim of its caller and runs at half the speed.
-#define KSTEP_INLINE inline __attribute__((always_inline))
+#include "compute/row_math_impl.h"
 
 namespace kstep {
 namespace {
-
-constexpr std::size_t kPositionsAhead = 10;       // rows fetched ahead of a gather
-constexpr std::size_t kSmallPositionsAhead = 24;  // the same for rows of at most two lines, which take less time each
-// Rows and gradients fetched ahead of an update. Both go to the L2 cache and far ahead: an update takes long enough that lines
-// asked for into the L1 cache fill its 16 line buffers and hold up the loads of the row in work. Of a row every other line is
-// asked for: the L2 cache's own prefetcher brings the neighbour without a line buffer. Gradients of neighbouring positions lie on
-// different pages, so each costs a page walk and is asked for line by line. Measured with dim 64: 9 % of a backward with few
-// duplicates. Short rows (dim 16) lose by it; they are fetched into the L1 cache, just ahead.
-constexpr std::size_t kRowsAhead = 16, kShortRowsAhead = 3;
-constexpr std::int32_t kGradsAhead = 24, kShortGradsAhead = 12;
-constexpr std::size_t kShortPayloadBytes = 384, kShortGradBytes = 128;
-constexpr std::size_t kMaxPrefetchBytes = 1024;  // the rest of a longer row comes by the hardware's own prefetcher
-constexpr int kLanes = 16;
-
-template <int kDim>
-KSTEP_INLINE int width(std::uint32_t dim) {
-  return kDim != 0 ? kDim : static_cast<int>(dim);
-}
-
-// kStrideBytes: one line in each so many bytes. kLocality: as of __builtin_prefetch, 3 for the L1 cache and 2 for the L2.
-template <int kStrideBytes, int kLocality>
-KSTEP_INLINE void prefetch(const void* address, std::size_t bytes) {
-  const char* line = static_cast<const char*>(address);
-  const std::size_t end = bytes < kMaxPrefetchBytes ? bytes : kMaxPrefetchBytes;
-  for (std::size_t at = 0; at < end; at += kStrideBytes) __builtin_prefetch(line + at, 0, kLocality);
-}
-
-// The weights of a row that a lookup copies soon.
-KSTEP_INLINE void prefetch_weights(const void* payload, std::size_t bytes) { prefetch<kCacheLineBytes, 3>(payload, bytes); }
-
-KSTEP_INLINE std::int64_t positions_ahead(std::size_t row_bytes) {
-  return static_cast<std::int64_t>(row_bytes <= 2 * kCacheLineBytes ? kSmallPositionsAhead : kPositionsAhead);
-}
-
-// Asks for the row that an update needs some rows after `row`.
-KSTEP_INLINE void prefetch_update(std::byte* const* payload, std::size_t row, std::size_t row_end, std::size_t bytes) {
-  if (bytes <= kShortPayloadBytes) {
-    if (row + kShortRowsAhead < row_end) prefetch<kCacheLineBytes, 3>(payload[row + kShortRowsAhead], bytes);
-  } else if (row + kRowsAhead < row_end) {
-    prefetch<2 * kCacheLineBytes, 2>(payload[row + kRowsAhead], bytes);
-  }
-}
-
-KSTEP_INLINE void fence_streams(bool streamed) {
-#if defined(__x86_64__)
-  if (streamed) _mm_sfence();
-#else
-  (void)streamed;
-#endif
-}
-
-KSTEP_INLINE bool can_stream(const float* out, int dim) {
-#if defined(__x86_64__)
-  return dim % kLanes == 0 && reinterpret_cast<std::uintptr_t>(out) % kCacheLineBytes == 0;
-#else
-  (void)out, (void)dim;
-  return false;
-#endif
-}
-
-// REQUIRES: can_stream(out, dim).
-KSTEP_INLINE void stream_row(float* out, const float* row, int dim) {
-#if defined(__AVX512F__)
-  for (int j = 0; j < dim; j += 16) _mm512_stream_ps(out + j, _mm512_loadu_ps(row + j));
-#elif defined(__AVX__)
-  for (int j = 0; j < dim; j += 8) _mm256_stream_ps(out + j, _mm256_loadu_ps(row + j));
-#else
-  for (int j = 0; j < dim; ++j) out[j] = row[j];
-#endif
-}
-
-KSTEP_INLINE void copy_row(float* __restrict out, const float* __restrict row, int dim, bool stream) {
-  if (stream) {
-    stream_row(out, row, dim);
-  } else {
-    for (int j = 0; j < dim; ++j) out[j] = row[j];
-  }
-}
-
-// Sums lane[0..16) in a fixed tree.
-KSTEP_INLINE float sum_lanes(float* lane) {
-  for (int half = kLanes / 2; half >= 1; half /= 2) {
-    for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
-  }
-  return lane[0];
-}
-
-template <int kDim>
-KSTEP_INLINE float dot(const float* a, const float* b, std::uint32_t dim) {
-  const int n = width<kDim>(dim);
-  float lane[kLanes] = {};
-  int j = 0;
-  for (; j + kLanes <= n; j += kLanes) {
-    for (int l = 0; l < kLanes; ++l) lane[l] += a[j + l] * b[j + l];
-  }
-  for (int l = 0; j + l < n; ++l) lane[l] += a[j + l] * b[j + l];
-  return sum_lanes(lane);
-}
-
-template <int kDim>
-KSTEP_INLINE float norm(const float* x, std::uint32_t dim) {
-  return __builtin_sqrtf(dot<kDim>(x, x, dim));
-}
-
-KSTEP_INLINE float* field(std::byte* payload, std::uint32_t offset) { return reinterpret_cast<float*>(payload + offset); }
-
-KSTEP_INLINE std::int32_t* counter(std::byte* payload, std::uint32_t offset) {
-  return reinterpret_cast<std::int32_t*>(payload + offset);
-}
-
-KSTEP_INLINE const float* weight_of(const std::byte* payload) { return reinterpret_cast<const float*>(payload); }
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
@@ -301,33 +189,41 @@ KSTEP_INLINE void adagrad_row(const UpdateParams& p, std::byte* payload, const f
   for (int j = 0; j < dim; ++j) w[j] -= step_size * g[j];
 }
 
+// A gradient whose square is below this share of its bound's is no longer than the bound, however the roots of both are rounded.
+constexpr float kSafelyBelow = 0.99f;
+
 // L2, then CowClip or the factor that `scale` points to. Returns the gradient to use: `g` itself, or `acc` once something had to change.
+// Adds 1 to *num_clipped if the gradient was scaled down.
 template <int kDim>
 KSTEP_INLINE const float* shape_gradient(const UpdateParams& p, const std::byte* payload, const float* g, std::int32_t count,
-                                   const float* scale, int dim, float* acc) {
+                                   const float* scale, int dim, float* acc, std::uint64_t* num_clipped) {
   const float* w = weight_of(payload);
   if (p.l2 != 0.0f) {
     for (int j = 0; j < dim; ++j) acc[j] = g[j] + p.l2 * w[j];
     g = acc;
   }
   if (scale != nullptr) {
-    if (p.has_clip && *scale < 1.0f) __atomic_fetch_add(p.num_clipped, 1, __ATOMIC_RELAXED);
+    *num_clipped += p.has_clip && *scale < 1.0f ? 1 : 0;
     for (int j = 0; j < dim; ++j) acc[j] = *scale * g[j];
     return acc;
   }
-  if (p.has_clip) {
-    const float weight_norm = norm<kDim>(w, static_cast<std::uint32_t>(dim));
-    const float floor = weight_norm > p.clip_floor ? weight_norm : p.clip_floor;
-    const float limit = p.clip_ratio * static_cast<float>(count) * floor;
-    const float grad_norm = norm<kDim>(g, static_cast<std::uint32_t>(dim));
-    if (grad_norm > limit) {
-      __atomic_fetch_add(p.num_clipped, 1, __ATOMIC_RELAXED);  // rare; a std::atomic's members could be shared between units
-      const float factor = limit / grad_norm;
-      for (int j = 0; j < dim; ++j) acc[j] = factor * g[j];
-      g = acc;
-    }
-  }
-  return g;
+  if (!p.has_clip) return g;
+  const float grad_square = dot<kDim>(g, g, static_cast<std::uint32_t>(dim));
+  const float reach = p.clip_ratio * static_cast<float>(count);
+  // A part of the weight is no longer than the whole. With it, and without roots, nearly every row of a mean loss is done.
+  constexpr int kPart = kDim > kLanes ? kLanes : kDim;
+  const float part_square = dot<kPart>(w, w, static_cast<std::uint32_t>(dim < kLanes ? dim : kLanes));
+  const float floor_square = p.clip_floor * p.clip_floor;
+  if (grad_square < kSafelyBelow * (reach * (part_square > floor_square ? part_square : floor_square)) * reach) return g;
+  const float weight_square = dot<kDim>(w, w, static_cast<std::uint32_t>(dim));
+  const float weight_norm = __builtin_sqrtf(weight_square);
+  const float limit = reach * (weight_norm > p.clip_floor ? weight_norm : p.clip_floor);
+  const float grad_norm = __builtin_sqrtf(grad_square);
+  if (!(grad_norm > limit)) return g;
+  ++*num_clipped;
+  const float factor = limit / grad_norm;
+  for (int j = 0; j < dim; ++j) acc[j] = factor * g[j];
+  return acc;
 }
 
 // Counts the update. The first since the counter was cleared also takes a slot of the tracker and leaves the row's base there.
@@ -358,10 +254,10 @@ KSTEP_INLINE void note_touches(const UpdateParams& p, std::byte* payload, std::i
 
 template <int kDim>
 KSTEP_INLINE void update_row(const UpdateParams& p, std::byte* payload, const float* g, std::int32_t count, const float* scale,
-                       std::int64_t row, float* acc) {
+                       std::int64_t row, float* acc, std::uint64_t* num_clipped) {
   const int dim = width<kDim>(p.layout.dim);
   note_touches(p, payload, row, dim);
-  g = shape_gradient<kDim>(p, payload, g, count, scale, dim, acc);
+  g = shape_gradient<kDim>(p, payload, g, count, scale, dim, acc, num_clipped);
   switch (p.kind) {
     case OptimizerKind::Adam: adam_row<kDim>(p, payload, g, dim); break;
     case OptimizerKind::Sgd: sgd_row<kDim>(p, payload, g, dim); break;
@@ -370,27 +266,36 @@ KSTEP_INLINE void update_row(const UpdateParams& p, std::byte* payload, const fl
   }
 }
 
+KSTEP_INLINE void note_clipped(const UpdateParams& p, std::uint64_t num_rows) {
+  if (num_rows != 0) __atomic_fetch_add(p.num_clipped, num_rows, __ATOMIC_RELAXED);  // a std::atomic's members could be shared between units
+}
+
 template <int kDim>
 void reduce_update(const ReduceArgs& a, const UpdateParams& p, std::size_t row_begin, std::size_t row_end) {
   const int dim = width<kDim>(p.layout.dim);
   const std::int32_t last = a.row_offsets[row_end];
   alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
+  std::uint64_t num_clipped = 0;
   for (std::size_t row = row_begin; row < row_end; ++row) {
     prefetch_update(a.payload, row, row_end, p.layout.payload_bytes);
     const float* g = reduce_row<kDim>(a, dim, row, last, acc);
-    update_row<kDim>(p, a.payload[row], g, a.row_offsets[row + 1] - a.row_offsets[row], nullptr, a.unique_rows[row], acc);
+    update_row<kDim>(p, a.payload[row], g, a.row_offsets[row + 1] - a.row_offsets[row], nullptr, a.unique_rows[row], acc,
+                     &num_clipped);
   }
+  note_clipped(p, num_clipped);
 }
 
 template <int kDim>
 void apply_update(const ApplyArgs& a, const UpdateParams& p, std::size_t row_begin, std::size_t row_end) {
   const std::size_t dim = p.layout.dim;
   alignas(kCacheLineBytes) float acc[kDim != 0 ? kDim : kMaxDim];
+  std::uint64_t num_clipped = 0;
   for (std::size_t row = row_begin; row < row_end; ++row) {
     prefetch_update(a.payload, row, row_end, p.layout.payload_bytes);
     update_row<kDim>(p, a.payload[row], a.row_grads + row * dim, a.counts[row], a.scales != nullptr ? a.scales + row : nullptr,
-                     a.unique_rows[row], acc);
+                     a.unique_rows[row], acc, &num_clipped);
   }
+  note_clipped(p, num_clipped);
 }
 
 // ---- replay of missed steps ------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ Status Cleaner::after_append(std::uint64_t appended_bytes) {
     KSTEP_RETURN_IF_ERROR(step(&did_work));
     if (!did_work) credit_bytes_ = 0;
     credit_bytes_ -= piece;
+    if (context_->is_awaited != nullptr && context_->is_awaited->load(std::memory_order_relaxed) && pressure() < 1) break;
   }
   return {};
 }

@@ -21,6 +21,7 @@ class Cleaner {
   // 0 below the start of cleaning, 1 at the bound, above 1 past it.
   double pressure() const;
   // Cleans in proportion to `appended_bytes` and the pressure. Bounded by 8x the appended bytes plus one piece.
+  // While the store is awaited one piece is all, the rest stays as credit, unless the pressure is 1 or more.
   Status after_append(std::uint64_t appended_bytes);
   // Cleans one piece of the best victim, whatever the pressure. *did_work is false when nothing can be gained.
   Status step(bool* did_work);

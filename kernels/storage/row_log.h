@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -66,6 +67,7 @@ struct StoreContext {
   std::uint64_t bytes_cleaned_written = 0;                // records copied by the cleaner
   std::uint64_t sum_queue_depth = 0;                      // over num_queue_samples
   std::uint64_t num_queue_samples = 0;
+  const std::atomic<bool>* is_awaited = nullptr;          // whether somebody waits for this thread's next read; null: nobody ever
   Status poison;                                          // a failed sync: refuse all later writes
 
   TableState* find_table(std::uint32_t record_table_id) const {

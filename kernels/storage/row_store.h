@@ -6,6 +6,7 @@
 // Ownership: owns everything below it and the locks of its paths. Thread rule: one thread at a time.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
@@ -73,12 +74,14 @@ class RowStore {
   Status begin_batch(std::uint64_t record_bytes);
   // On failure the row keeps its earlier version.
   Status append(TableState* table, std::uint64_t row, const std::byte* payload) { return table->log->append(table, row, payload); }
-  // Lets the cleaner keep pace with what was appended.
+  // Lets the cleaner keep pace with what was appended. While *set_awaited() is true it does one piece, or all when space runs out.
   Status end_batch();
   // REQUIRES: all rows of one log.
   Status read(ReadRow* rows, std::size_t num_rows);
   // One cleaning increment for an idle moment. *did_work is false when there is nothing worth doing.
   Status clean_when_idle(bool* did_work);
+  // `is_awaited` tells whether somebody waits for what this thread does next; it must outlive the store.
+  void set_awaited(const std::atomic<bool>* is_awaited) { context_.is_awaited = is_awaited; }
 
   // Seals and syncs what was appended.
   Status flush();

@@ -7,94 +7,10 @@
 
 #include "storage/row_store.h"
 #include "tests/faulty_env.h"
+#include "tests/row_store_model.h"
 
 namespace kstep {
 namespace {
-
-constexpr std::uint64_t kSegmentBytes = 256u << 10;
-
-TableSpec make_table(std::uint32_t id, const std::string& name, std::uint64_t num_rows, std::uint32_t dim) {
-  TableSpec table;
-  table.table_id = id;
-  table.name = name;
-  table.num_rows = num_rows;
-  table.dim = dim;
-  EXPECT_TRUE(RecordSchema::make({{"weight", DType::F32, dim}, {"m", DType::F32, dim}}, &table.schema).ok());
-  return table;
-}
-
-StoreOptions make_options(Env* env, std::vector<std::string> paths = {"/a"}) {
-  StoreOptions options;
-  options.env = env;
-  options.paths = std::move(paths);
-  options.tables = {make_table(3, "small", 500, 4), make_table(9, "twin", 300, 4), make_table(1, "wide", 400, 33)};
-  options.segment_bytes = kSegmentBytes;
-  options.queue_depth = 8;
-  return options;
-}
-
-// The rows a store should hold: version of each (table, row); the payload follows from it.
-using Model = std::map<std::pair<std::size_t, std::uint64_t>, std::uint64_t>;
-
-std::vector<std::byte> payload_of(const TableState& table, std::uint64_t row, std::uint64_t version) {
-  std::vector<std::byte> payload(table.spec.schema.payload_bytes());
-  std::mt19937_64 rng(row * 1000003 + version * 7 + table.spec.table_id);
-  for (std::byte& byte : payload) byte = static_cast<std::byte>(rng());
-  return payload;
-}
-
-Status write_rows(RowStore* store, Model* model, const std::vector<std::pair<std::size_t, std::uint64_t>>& keys, std::uint64_t version) {
-  std::uint64_t bytes = 0;
-  for (const auto& key : keys) bytes += store->table(key.first)->log->layout().record_bytes;
-  KSTEP_RETURN_IF_ERROR(store->begin_batch(bytes));
-  for (const auto& key : keys) {
-    TableState* table = store->table(key.first);
-    KSTEP_RETURN_IF_ERROR(store->append(table, key.second, payload_of(*table, key.second, version).data()));
-    (*model)[key] = version;
-  }
-  return store->end_batch();
-}
-
-// Every row of the model reads back, and the index knows no other row.
-Status check_all(RowStore* store, const Model& model) {
-  std::size_t num_materialised = 0;
-  for (std::size_t t = 0; t < store->num_tables(); ++t) {
-    TableState* table = store->table(t);
-    num_materialised += table->index.num_materialised();
-    std::vector<ReadRow> rows;
-    std::vector<std::vector<std::byte>> outputs;
-    for (const auto& item : model) {
-      if (item.first.first != t) continue;
-      const std::uint32_t slot = table->index.find(item.first.second);
-      if (slot == kNoSlot) return Status::corruption("model", "row " + std::to_string(item.first.second) + " is lost");
-      outputs.emplace_back(table->spec.schema.payload_bytes());
-      rows.push_back({kNoSlot, table, item.first.second, outputs.back().data()});
-    }
-    KSTEP_RETURN_IF_ERROR(store->read(rows.data(), rows.size()));
-    std::size_t i = 0;
-    for (const auto& item : model) {
-      if (item.first.first != t) continue;
-      if (outputs[i++] != payload_of(*table, item.first.second, item.second)) {
-        return Status::corruption("model", "row " + std::to_string(item.first.second) + " has other bytes");
-      }
-    }
-  }
-  if (num_materialised != model.size()) return Status::corruption("model", "the index holds rows that were never written");
-  return {};
-}
-
-std::vector<std::pair<std::size_t, std::uint64_t>> random_keys(std::mt19937_64* rng, const RowStore& store, std::size_t count) {
-  std::map<std::pair<std::size_t, std::uint64_t>, bool> keys;
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::size_t t = (*rng)() % store.num_tables();
-    const std::uint64_t num_rows = store.table(t).spec.num_rows;
-    keys[{t, (*rng)() % ((*rng)() % 2 == 0 ? num_rows : num_rows / 8)}] = true;
-  }
-  std::vector<std::pair<std::size_t, std::uint64_t>> list;
-  for (const auto& item : keys) list.push_back(item.first);
-  std::shuffle(list.begin(), list.end(), *rng);
-  return list;
-}
 
 TEST(RowStorePaths, RowsLieByWeight) {
   for (const std::vector<double>& weights : {std::vector<double>{1, 1}, {3, 1}, {1, 0}, {0, 2}, {}}) {
@@ -221,40 +137,6 @@ TEST_P(RowStoreSchedules, EqualAPlainMap) {
 INSTANTIATE_TEST_SUITE_P(Seeds, RowStoreSchedules, ::testing::Range(0, 12));
 
 // What the accounting says equals what the file system holds, and the space bound is kept.
-TEST(RowStore, CountsItsBytesAndKeepsTheSpaceBound) {
-  FaultyEnv env;
-  StoreOptions options = make_options(&env, {"/a", "/b"});
-  options.tables = {make_table(0, "t", 40000, 16)};
-  std::unique_ptr<RowStore> store;
-  ASSERT_TRUE(RowStore::open(options, &store).ok());
-  Model model;
-  std::mt19937_64 rng(7);
-  for (int batch = 0; batch < 400; ++batch) {
-    std::vector<std::pair<std::size_t, std::uint64_t>> keys;
-    std::map<std::uint64_t, bool> rows;
-    for (int i = 0; i < 1000; ++i) rows[rng() % 40000] = true;
-    for (const auto& row : rows) keys.emplace_back(0, row.first);
-    ASSERT_TRUE(write_rows(store.get(), &model, keys, static_cast<std::uint64_t>(batch)).ok());
-    const SpaceUsage usage = store->usage();
-    ASSERT_LE(usage.unheld_bytes, 1.5 * usage.live_unit_bytes + 1.5 * (1u << 20)) << "batch " << batch;
-  }
-  ASSERT_TRUE(store->snapshot("s", "").ok());
-  std::uint64_t file_bytes = 0;
-  for (const std::string path : {"/a", "/b"}) {
-    for (const std::string& file : env.files_under(path + "/log-148")) {
-      std::uint64_t bytes = 0;
-      ASSERT_TRUE(env.file_size(file, &bytes).ok());
-      file_bytes += bytes;
-    }
-  }
-  EXPECT_EQ(store->usage().unheld_bytes + store->usage().snapshot_bytes - store->usage().snapshot_only_bytes, file_bytes);
-  const auto counters = store->counters();
-  EXPECT_LT(counters.at("write_amplification_ratio"), 4.0);
-  EXPECT_GT(counters.at("cleaner_written_bytes"), 0.0);
-  EXPECT_TRUE(check_all(store.get(), model).ok());
-}
-
-// Power fails at each sync of a run in turn; every snapshot that was reported committed is whole.
 TEST(RowStoreCrash, AtEverySyncACommittedSnapshotIsWhole) {
   auto run = [](FaultyEnv* env, std::map<std::string, Model>* reported, bool is_frozen_run, std::uint64_t freeze_at) {
     StoreOptions options = make_options(env, {"/a", "/b"});

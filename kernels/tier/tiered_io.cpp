@@ -157,15 +157,13 @@ void TieredRows::run_round() {
   finish_round(read_status, failed_job, scan_status);
 
   // The caller runs again by now; what follows is paid for only if it comes back too soon.
-  const auto start = std::chrono::steady_clock::now();
   Status status = close_batch();
   if (status.ok()) status = drain_overflow();
   if (!status.ok()) background_status_ = status;
   drop_overflow(kRoundsBeforeDrop);
-  count_cleaner_stall(start);
 }
 
-// A caller that came in the middle of what began at `start` waited for the rest of it only.
+// Of cleaning that began at `start`. A caller that came in the middle of it waited for the rest only.
 void TieredRows::count_cleaner_stall(std::chrono::steady_clock::time_point start) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_caller_waiting_) cleaner_stall_s_ += seconds_since(std::max(start, waiting_since_));
@@ -255,7 +253,10 @@ Status TieredRows::append_slot(CacheClass* cache_class, std::uint32_t slot) {
 Status TieredRows::close_batch() {
   if (!is_batch_open_) return {};
   is_batch_open_ = false;
-  return store_->end_batch();
+  const auto start = std::chrono::steady_clock::now();
+  const Status status = store_->end_batch();
+  count_cleaner_stall(start);
+  return status;
 }
 
 Status TieredRows::read_misses() {

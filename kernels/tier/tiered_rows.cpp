@@ -32,6 +32,7 @@ Status TieredRows::make(TieredOptions options, std::unique_ptr<TieredRows>* out)
   rows->prefetch_depth_ = options.prefetch_depth;
   rows->max_lookahead_ = std::max(options.max_lookahead, options.prefetch_depth + 1);
   KSTEP_RETURN_IF_ERROR(RowStore::open(std::move(options.store), &rows->store_));
+  rows->store_->set_awaited(&rows->is_caller_waiting_);
   std::map<std::uint32_t, std::uint64_t> bytes_of_payload;
   for (std::size_t t = 0; t < tables.size(); ++t) bytes_of_payload[tables[t].schema.payload_bytes()] += options.cache_bytes[t];
   std::map<std::uint32_t, CacheClass*> class_of_payload;

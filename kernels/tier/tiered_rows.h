@@ -12,6 +12,7 @@
 // Ownership and threads: as RowSource says; the I/O thread is joined in the destructor.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -122,7 +123,7 @@ class TieredRows final : public RowSource {
   std::size_t num_update_tickets_ = 0;
   std::uint64_t num_dropped_hints_ = 0;
   std::uint64_t num_failed_prefetches_ = 0;
-  bool is_caller_waiting_ = false;
+  std::atomic<bool> is_caller_waiting_{false};  // written under the mutex; the cleaner looks without it
   std::chrono::steady_clock::time_point waiting_since_;  // of the caller, while it waits
   bool stopping_ = false;
 

@@ -1,0 +1,82 @@
+// The cleaner through the store: bytes stay within their bound, and who waits does not wait for a backlog.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <map>
+#include <random>
+
+#include "storage/row_store.h"
+#include "tests/faulty_env.h"
+#include "tests/row_store_model.h"
+
+namespace kstep {
+namespace {
+
+TEST(RowStore, CountsItsBytesAndKeepsTheSpaceBound) {
+  FaultyEnv env;
+  StoreOptions options = make_options(&env, {"/a", "/b"});
+  options.tables = {make_table(0, "t", 40000, 16)};
+  std::unique_ptr<RowStore> store;
+  ASSERT_TRUE(RowStore::open(options, &store).ok());
+  Model model;
+  std::mt19937_64 rng(7);
+  for (int batch = 0; batch < 400; ++batch) {
+    std::vector<std::pair<std::size_t, std::uint64_t>> keys;
+    std::map<std::uint64_t, bool> rows;
+    for (int i = 0; i < 1000; ++i) rows[rng() % 40000] = true;
+    for (const auto& row : rows) keys.emplace_back(0, row.first);
+    ASSERT_TRUE(write_rows(store.get(), &model, keys, static_cast<std::uint64_t>(batch)).ok());
+    const SpaceUsage usage = store->usage();
+    ASSERT_LE(usage.unheld_bytes, 1.5 * usage.live_unit_bytes + 1.5 * (1u << 20)) << "batch " << batch;
+  }
+  ASSERT_TRUE(store->snapshot("s", "").ok());
+  std::uint64_t file_bytes = 0;
+  for (const std::string path : {"/a", "/b"}) {
+    for (const std::string& file : env.files_under(path + "/log-148")) {
+      std::uint64_t bytes = 0;
+      ASSERT_TRUE(env.file_size(file, &bytes).ok());
+      file_bytes += bytes;
+    }
+  }
+  EXPECT_EQ(store->usage().unheld_bytes + store->usage().snapshot_bytes - store->usage().snapshot_only_bytes, file_bytes);
+  const auto counters = store->counters();
+  EXPECT_LT(counters.at("write_amplification_ratio"), 4.0);
+  EXPECT_GT(counters.at("cleaner_written_bytes"), 0.0);
+  EXPECT_TRUE(check_all(store.get(), model).ok());
+}
+
+// Power fails at each sync of a run in turn; every snapshot that was reported committed is whole.
+TEST(RowStore, GivesWayToWhoWaitsAfterOnePieceOfCleaningAndKeepsTheSpaceBound) {
+  constexpr double kPieceBytes = 128u << 10;  // of a store this small
+  int num_long[2] = {0, 0};                   // batches with more than one piece, by whether somebody waited
+  for (const bool waits : {false, true}) {
+    FaultyEnv env;
+    StoreOptions options = make_options(&env, {"/a"});
+    options.tables = {make_table(0, "t", 40000, 16)};
+    std::unique_ptr<RowStore> store;
+    ASSERT_TRUE(RowStore::open(options, &store).ok());
+    std::atomic<bool> is_awaited{waits};
+    store->set_awaited(&is_awaited);
+    Model model;
+    std::mt19937_64 rng(7);
+    double read_before = 0;
+    for (int batch = 0; batch < 400; ++batch) {
+      std::map<std::uint64_t, bool> rows;
+      for (int i = 0; i < 1000; ++i) rows[rng() % 40000] = true;
+      std::vector<std::pair<std::size_t, std::uint64_t>> keys;
+      for (const auto& row : rows) keys.emplace_back(0, row.first);
+      ASSERT_TRUE(write_rows(store.get(), &model, keys, static_cast<std::uint64_t>(batch)).ok());
+      const SpaceUsage usage = store->usage();
+      ASSERT_LE(usage.unheld_bytes, 1.5 * usage.live_unit_bytes + 1.5 * (1u << 20)) << "batch " << batch;
+      const double read = store->counters().at("cleaner_read_bytes");
+      if (read - read_before > 1.5 * kPieceBytes) ++num_long[waits];
+      read_before = read;
+    }
+    EXPECT_TRUE(check_all(store.get(), model).ok());
+  }
+  EXPECT_GT(num_long[0], 50);
+  EXPECT_LT(1.2 * num_long[1], num_long[0]);
+}
+
+}  // namespace
+}  // namespace kstep
