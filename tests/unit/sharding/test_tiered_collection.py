@@ -70,6 +70,22 @@ def test_ids_out_of_range_are_refused_with_their_names(world: World, bad: int, p
         dmp(features)
 
 
+def test_a_missing_feature_is_named(world: World) -> None:
+    """TorchRec says `'f1' is not in list`."""
+    features = make_kjt(["f0", "user", "f2", "f3"], [[[3]], [[0]], [[1]], [[2]]])
+    with pytest.raises(DataError, match=r"lacks 1 of 4 features: 'f1' of table 'a'; it has f0, user, f2, f3\. "):
+        shard(CASE, world)(features)
+
+
+@pytest.mark.parametrize("keys", [["f1", "f0", "f2", "f3"], ["f0", "f1", "f2", "f3", "f4"]])
+def test_features_in_other_places_than_in_the_first_batch_are_refused(world: World, keys: list[str]) -> None:
+    """TorchRec takes features by place: rows of one table would be trained with ids of another."""
+    dmp = shard(CASE, world)
+    dmp(make_kjt(["f0", "f1", "f2", "f3"], [[[3]], [[0]], [[1]], [[2]]]))
+    with pytest.raises(DataError, match=f"the batch has the features {', '.join(keys)}, the first one had f0, f1, f2, f3"):
+        dmp(make_kjt(keys, [[[0]]] * len(keys)))
+
+
 def test_a_variable_batch_is_refused_by_name(world: World) -> None:
     features = KeyedJaggedTensor(
         keys=["f0", "f1", "f2", "f3"],

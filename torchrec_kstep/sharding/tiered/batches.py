@@ -13,7 +13,8 @@ class IdChecks:
     """Refuses batches that would be computed wrongly further down, on another rank, or under no name.
 
     Row-wise sharding maps an id beyond its table onto a valid row of some rank, without a word; so ids are compared with
-    their table's rows here, in one pass.
+    their table's rows here, in one pass. TorchRec looks features up by the places they had in the first batch; so a batch with others,
+    or in another order, would be read under wrong names.
     """
 
     def __init__(self, tables: Sequence[BaseEmbeddingConfig]) -> None:
@@ -24,15 +25,19 @@ class IdChecks:
                 known = self._smallest.get(feature)
                 if known is None or table.num_embeddings < known.num_embeddings:
                     self._smallest[feature] = table
+        self._keys: list[str] = []
 
     def check(self, features: KeyedJaggedTensor) -> None:
         """Checks one batch.
 
         Raises:
-            DataError: batch sizes differ between features, or an id is outside of its table; names feature, table and id.
+            DataError: a feature is missing, features are others than in the first batch, batch sizes differ between features, or an id
+                is outside of its table; names feature, table and id.
         """
         if not self._smallest:
             return
+        if features.keys() != self._keys:
+            self._check_keys(features.keys())
         if features.variable_stride_per_key():
             strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
             tables = sorted({table.name for table in self._smallest.values()})
@@ -54,6 +59,20 @@ class IdChecks:
                         f"{table.num_embeddings} rows, so ids are 0 to {table.num_embeddings - 1}"
                     )
             begin += length
+
+    def _check_keys(self, keys: list[str]) -> None:
+        if missing := [feature for feature in self._smallest if feature not in keys]:
+            tables = ", ".join(f"{feature!r} of table {self._smallest[feature].name!r}" for feature in missing[:5])
+            raise DataError(
+                f"the batch lacks {len(missing)} of {len(self._smallest)} features: {tables}; it has {', '.join(keys[:20]) or 'none'}. "
+                "Give a feature without ids empty bags (lengths of 0)"
+            )
+        if self._keys:
+            raise DataError(
+                f"the batch has the features {', '.join(keys[:20])}, the first one had {', '.join(self._keys[:20])}: all batches need the "
+                "same ones in the same order"
+            )
+        self._keys = list(keys)
 
 
 def feature_lengths(features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
