@@ -33,7 +33,7 @@ from torchrec_kstep.metrics.throughput import PhaseTimer, TimedOptimizer
 from torchrec_kstep.models import CTRTask, build_model
 from torchrec_kstep.optim import LrSchedule, build_optimizer
 from torchrec_kstep.optim.accumulate import AccumulatingOptimizer
-from torchrec_kstep.optim.build_kstep import build_kstep_adam
+from torchrec_kstep.optim.build_kstep import build_kstep_adam, replica_warnings
 from torchrec_kstep.optim.scaling import describe, scale_optim, warnings
 from torchrec_kstep.planner import find_tables, format_plan, make_plan
 from torchrec_kstep.planner.forecast import Forecast, comparison_lines, write_comparison
@@ -83,7 +83,8 @@ def _train(job: Job, config: RunConfig) -> int:
         state = resume(loop, run_dir)
         if world.is_main:  # not before: a start that is refused must leave the run's own record alone
             load.save(given, run_dir / "config.yaml")
-            for line in (*scaling_lines(given, config, world, dataset), *route_warnings(routes)):
+            notes = (*scaling_lines(given, config, world, dataset), *route_warnings(routes), *replica_warnings(config.kstep, world))
+            for line in notes:
                 loop.sinks.line(line)
             write_facts(
                 run_dir,

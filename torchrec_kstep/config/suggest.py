@@ -12,12 +12,21 @@ def _ratio(a: str, b: str) -> float:
     return SequenceMatcher(None, a, b, autojunk=False).ratio()
 
 
+def _alike(a: str, b: str) -> float:
+    """Likeness of two plain names; `learning_rate` and `lr` are one word."""
+    return 1.0 if a == _initials(b) or b == _initials(a) else _ratio(a, b)
+
+
+def _initials(name: str) -> str:
+    return "".join(part[:1] for part in name.split("_")) if "_" in name else ""
+
+
 def _closeness(word: str, candidate: str) -> float:
     """Likeness of two dotted names: as a whole, and by last part alone, so that `lr` finds `optim.lr`.
 
     A group in common is no likeness: the last parts must have something in common too.
     """
-    by_last_part = _ratio(word.rpartition(".")[2], candidate.rpartition(".")[2])
+    by_last_part = _alike(word.rpartition(".")[2], candidate.rpartition(".")[2])
     return 0.0 if by_last_part < _MIN_LAST_PART else max(_ratio(word, candidate), _OTHER_GROUP * by_last_part)
 
 
@@ -29,7 +38,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
 
 def is_close(word: str, match: str) -> bool:
     """Whether the last parts of two dotted names are alike, so that `match` is probably what was meant."""
-    return _ratio(word.rpartition(".")[2], match.rpartition(".")[2]) >= _MIN_RATIO
+    return _alike(word.rpartition(".")[2], match.rpartition(".")[2]) >= _MIN_RATIO
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from torchrec_kstep.optim.kstep import KStepAdam
 from torchrec_kstep.optim_spec import AdamSpec
 from torchrec_kstep.replicas import KStepEnv
 from torchrec_kstep.sharding.sharder import row_optimizer
+from torchrec_kstep.world import World
 
 
 def build_kstep_adam(
@@ -60,3 +61,12 @@ def merge_spec(kstep: KStepConfig, seed: int = 0) -> MergeSpec:
     same = ("k", "row_states", "m_period_rounds", "v_period_rounds", "wire", "overlap_steps", "bucket_bytes", "timeout_s")
     name = "paper" if kstep.recipe == "paper" else "default"
     return MergeSpec.of_recipe(name, **given, **{key: getattr(kstep, key) for key in same}, seed=seed)  # type: ignore[arg-type]
+
+
+def replica_warnings(kstep: KStepConfig, world: World) -> list[str]:
+    """Says so where k is given and there is one replica, which from outside looks like training that merges."""
+    if not kstep.k or (kstep.ranks_per_replica or world.local_world_size) < world.world_size:
+        return []
+    ranks = f"{world.world_size} ranks" if world.world_size > 1 else "one rank"
+    remedy = "kstep.ranks_per_replica=1 makes each rank a replica" if world.world_size > 1 else "start more ranks or hosts"
+    return [f"warning: kstep.k={kstep.k}, and all of this job is one replica, of {ranks}, so nothing is ever merged; {remedy}"]

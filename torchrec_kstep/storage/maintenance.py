@@ -44,7 +44,10 @@ def find_stores(paths: Sequence[str | Path]) -> list[list[str]]:
         return [check_store(paths)]
     found = [_stores_below(Path(path)) for path in paths]
     if not found[0]:
-        raise StorageError(f"{paths[0]} holds no row store: there is neither a file {paths[0]}/{_HEADER} nor one in a folder rank-* below")
+        raise StorageError(
+            f"{paths[0]} holds no row store: there is neither a file {paths[0]}/{_HEADER} nor one in a folder rank-* below; a run has its "
+            "stores in its tiers.ssd_paths, by default RUN_DIR/rows/host<n>"
+        )
     for path, names in zip(paths, found, strict=True):
         if names != found[0]:
             raise StorageError(

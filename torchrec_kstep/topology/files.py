@@ -45,7 +45,7 @@ def find_topology(name_or_file: str) -> Path:
         return file
     raise TopologyError(
         f"there is no topology file {name_or_file!r} and no example of that name; {did_you_mean(name_or_file, examples)} "
-        "`python -m torchrec_kstep.probe --out FILE` writes one for this machine"
+        "(`python -m torchrec_kstep.probe --out FILE` writes one for this machine)"
     )
 
 

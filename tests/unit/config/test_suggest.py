@@ -17,6 +17,9 @@ NAMES = ["optim.k", "optim.lr", "optim.embedding_lr", "train.epochs", "train.bat
         ("modle", "model"),
         ("optim.kstp", "optim.k"),
         ("optim.batch_size", "train.batch_size"),
+        ("optim.learning_rate", "optim.lr"),
+        ("learning_rate", "optim.lr"),
+        ("train.bs", "train.batch_size"),
         ("zzzzqqqq", None),
         ("optim.foo", None),  # the group alone is no likeness
         ("train.zzz", None),
@@ -42,4 +45,5 @@ def test_without_a_match_the_choices_are_listed() -> None:
 
 def test_closeness_is_judged_by_the_last_part() -> None:
     assert is_close("optim.lrr", "optim.lr")
+    assert is_close("optim.learning_rate", "optim.lr")
     assert not is_close("optim.kstp", "optim.eps")
