@@ -7,8 +7,8 @@ rate-limited links), over tables, columns, sharding types, caches over SSD, batc
 by a hash of their names, calibrates the coefficients; the other half is predicted. Last, `pairs` runs the same models once as our
 planner and once as TorchRec's places them, in turns.
 
-Two hosts share the cores of the machine: the topology written for them gives each its part. A machine that does other work meanwhile is
-no measurement. `--quick` takes a few configurations and no hosts.
+Two hosts share the cores of the machine: each is bound to its part of them, which the topology written for them tells. A machine that
+does other work meanwhile is no measurement. `--quick` takes a few configurations and no hosts.
 """
 
 import argparse

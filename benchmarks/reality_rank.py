@@ -6,6 +6,7 @@ predicted and what was measured in the folder of its name. Ids come from memory,
 
 import gc
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -215,10 +216,19 @@ def _write(case: Case, run_dir: Path, loop: Loop, measured: Measured, times: Seq
     print(f"{time.strftime('%H:%M:%S')} {run_dir.name}: measured {1e3 * measured.step_s:.1f} ms{predicted}", file=sys.stderr, flush=True)
 
 
+def keep_to_own_cores(world: World) -> None:
+    """Hosts share this machine: each keeps to its part of the cores, as the topology written for it says. Threads to come inherit it."""
+    cores = sorted(os.sched_getaffinity(0))
+    if 1 < world.num_hosts <= len(cores):
+        first, end = (len(cores) * host // world.num_hosts for host in (world.host, world.host + 1))
+        os.sched_setaffinity(0, cores[first:end])
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the cases of a file."""
     silence_known_warnings()
     world = World.from_torchrun()
+    keep_to_own_cores(world)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     with ExitStack() as stack:

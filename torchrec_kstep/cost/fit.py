@@ -117,13 +117,14 @@ class _Linear:
         zero = Coefficients.zero().having(dict.fromkeys(FACTORS, 0.0))
         machines = [observation.machine(zero.having({name: 1.0}), keeps_all=True) for name in FITTED]
         nothing = observation.machine(zero, keeps_all=True)
+        num_further = nothing.num_further_exchanges(observation.work)
         phases = {}
         for index, phase in enumerate(nothing.phases):
-            at_zero = _busy(phase.loads_s(observation.work), phase.fixed_s)
+            at_zero = _busy(phase.loads_s(observation.work), phase.fixed_s + num_further * phase.again_s)
             slopes = []
             for machine in machines:
                 other = machine.phases[index]
-                slopes.append(_busy(other.loads_s(observation.work), other.fixed_s) - at_zero)
+                slopes.append(_busy(other.loads_s(observation.work), other.fixed_s + num_further * other.again_s) - at_zero)
             phases[phase.name] = (at_zero, np.stack(slopes, axis=1))
         return cls(phases, observation.setup.prefetch, observation.step_s, observation.optimizer_s)
 

@@ -10,21 +10,25 @@ Replicas carry one plan, so quantities are those of the ranks of one replica, an
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from torchrec_kstep.cost.coefficients import Coefficients
-from torchrec_kstep.cost.work import MEMORIES, QUANTITIES, VALUE_BYTES, StepSetup, Vector
+from torchrec_kstep.cost.work import EXCHANGES, MEMORIES, QUANTITIES, VALUE_BYTES, StepSetup, Vector
 from torchrec_kstep.errors import TopologyError
 from torchrec_kstep.topology import ClusterTopology, Routes
 from torchrec_kstep.topology.routes import Edge, RankSite, latency_us
 
 Matrix = npt.NDArray[np.float64]
 RESERVED_SHARE = 0.15  # of DRAM and device memory: dense parameters, activations, batches ahead
+# Part of a phase of which the system leaves ranks on the core where it put them, though another core has run out of work. Measured: uneven
+# work of four ranks on two cores takes 3 to 14 % longer than the same work spread evenly, in phases of 7 and 20 ms.
+STUCK_SHARE = 0.4
 TIERS, LINKS = "tiers", "links"
 BESIDE = (TIERS, LINKS)  # phases that run beside the chain of the others
+EXCHANGE_COLUMNS = [QUANTITIES.index(name) for name in EXCHANGES]
 GLOO_REDUCE_SCATTER_SENDS = 2.0  # counted at the interface: gloo sums whole tensors on every rank, NCCL sends each part once
 
 
@@ -39,6 +43,7 @@ class Phase:
         weights: seconds per unit, `[ranks, used, E]`.
         base_s: seconds that the dense part of the model keeps each resource busy, `[E]`.
         fixed_s: seconds that the phase takes at least: latencies, dense layers.
+        again_s: seconds that each way to cut tables beyond the first adds, as it has an exchange of its own.
     """
 
     name: str
@@ -47,6 +52,7 @@ class Phase:
     weights: Matrix
     base_s: Vector
     fixed_s: float
+    again_s: float = 0.0
 
     def loads_s(self, work: Matrix) -> Vector:
         """Seconds that each resource is busy, `[E]`, under the quantities of all ranks, `[ranks, QUANTITIES]`."""
@@ -151,6 +157,10 @@ class Machine:
             prefetch=setup.prefetch,
             coefficients=builder.coefficients,
         )
+
+    def num_further_exchanges(self, work: Matrix) -> int:
+        """Ways to cut tables beyond the first that occur in the quantities of all ranks, `[ranks, QUANTITIES]`."""
+        return max(int(work[:, EXCHANGE_COLUMNS].any(axis=0).sum()) - 1, 0)
 
     def pool_use(self, memory: Matrix) -> Vector:
         """Bytes taken of each pool, `[pools]`, under the memory of all ranks, `[ranks, MEMORIES]`."""
@@ -335,7 +345,7 @@ class _Builder:
         towards_owner: bool,
         sends: Mapping[str, float] | None = None,
     ) -> Phase:
-        """Each quantity travels between its partners once, or as often as `sends` says."""
+        """Each quantity travels between its partners once, or as often as `sends` says; each further way to cut tables once more."""
         load = self._load()
         latency = 0.0
         for site in self.routes.sites:
@@ -351,7 +361,8 @@ class _Builder:
                     units = times * (sends or {}).get(quantity, 1.0) * self._exchange_factor(edge)
                     load.add_path([edge], site.rank, quantity, units)
         self._sustained.shaped(load)
-        return load.phase(name, self._collective_s(latency))
+        collective_s = self._collective_s(latency)
+        return replace(load.phase(name, collective_s), again_s=collective_s)
 
     def _exchange_factor(self, edge: Edge) -> float:
         """How much longer bytes take; edges by which ranks on cores hang on their NUMA node are the library's, not the machine's."""
@@ -381,12 +392,19 @@ class _Builder:
     def _add_cores(self, load: _Load, site: RankSite, quantity: str, seconds: float, threads: float) -> None:
         """`seconds` of one core per unit: a rank alone spreads them over its threads; ranks that want more cores than there are share them.
 
-        A rank with little to do leaves its share of the cores to the others, so that then the sum counts and not the largest part alone.
+        A rank with little to do leaves most of its share of the cores to the others: then the sum counts and not the largest part alone.
+        But for `STUCK_SHARE` of a phase a rank shares a core with those whom it met there, by chance any of the others.
         """
-        num_cores = self._numa[site.numa].num_cores
-        load.add(f"cores of {site.node}", site.rank, quantity, seconds / min(threads, num_cores))
-        if self._ranks_on_numa[site.numa] * threads > num_cores:
-            load.add(f"cores of {site.numa}", site.rank, quantity, seconds / num_cores)
+        num_cores, num_ranks = self._numa[site.numa].num_cores, self._ranks_on_numa[site.numa]
+        threads = min(threads, num_cores)
+        load.add(f"cores of {site.node}", site.rank, quantity, seconds / threads)
+        if num_ranks * threads > num_cores:
+            even = (1 - STUCK_SHARE) / num_cores
+            met_share = (num_ranks * threads / num_cores - 1) / (num_ranks - 1)
+            for other in self.routes.sites:
+                if other.numa == site.numa:
+                    stuck = STUCK_SHARE / threads * (1.0 if other.rank == site.rank else met_share)
+                    load.add(f"shared cores of {other.node}", site.rank, quantity, seconds * (even + stuck))
 
     def _compute(self, name: str, per_unit_s: Mapping[str, float], memory_quantity: str, device_quantities: Sequence[str]) -> Phase:
         """Work of ranks: on cores some time per unit, and memory; on devices the bytes of some quantities."""

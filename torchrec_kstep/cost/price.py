@@ -51,11 +51,12 @@ def price(machine: Machine, work: Matrix) -> StepTime:
     """Prices the quantities of all ranks, `[ranks, QUANTITIES]`."""
     chain: list[PhaseTime] = []
     beside: list[PhaseTime] = []
+    num_further = machine.num_further_exchanges(work)
     for phase in machine.phases:
         loads = phase.loads_s(work)
         busiest = int(loads.argmax()) if loads.size else -1
         is_busy = bool(loads.size and loads[busiest] > 0)
-        seconds = phase.fixed_s + (float(loads[busiest]) if is_busy else 0.0)
+        seconds = phase.fixed_s + num_further * phase.again_s + (float(loads[busiest]) if is_busy else 0.0)
         time = PhaseTime(phase.name, seconds, phase.resources[busiest] if is_busy else "")
         is_beside = phase.name in BESIDE and (machine.prefetch or phase.name != TIERS)
         (beside if is_beside else chain).append(time)

@@ -52,6 +52,9 @@ MEMORIES = (
     "ssd_bytes",
 )
 
+# One of these for each way to cut tables: TorchRec exchanges ids, outputs and gradients of each way by themselves.
+EXCHANGES = ("output_bytes", "summed_output_bytes", "host_output_bytes")
+
 ID_BYTES = 8
 LENGTH_BYTES = 8
 VALUE_BYTES = 4

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from torchrec_kstep.cost import QUANTITIES, AccessCurve, Coefficients, Machine, StepSetup, Table, shard_work
+from torchrec_kstep.cost.machine import STUCK_SHARE
 from torchrec_kstep.cost.price import StepTime, price
 from torchrec_kstep.cost.round_misses import round_misses
 from torchrec_kstep.cost.work import read_unit_bytes
@@ -87,7 +88,22 @@ def test_ranks_that_share_cores_wait_for_the_sum_and_one_alone_does_not() -> Non
     assert alone.seconds == two.seconds == pytest.approx(8000 * 1e-6), "four cores for two ranks with work"
     assert alone.bottleneck == "cores of host0/rank0"
     assert all_of_them.seconds == pytest.approx(8 * 8000 * 1e-6 / 4)
-    assert all_of_them.bottleneck == "cores of host0/numa0"
+    assert all_of_them.bottleneck.startswith("shared cores of host0/rank")
+
+
+def test_work_that_is_spread_unevenly_over_ranks_on_few_cores_takes_longer() -> None:
+    """The system does not move ranks to a free core at once, so a plan that leaves ranks empty is not as good as an even one."""
+    setup = StepSetup(1000, world_size=8, local_world_size=8, kernel="fused")
+    machine = Machine.of(cluster(), setup, coefficients=dataclasses.replace(FREE, memory_factor=0.0, lookup_id_s=1e-6))
+    vector = shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=False).vector
+    even, uneven = (
+        seconds(priced(machine, {rank: share * vector for rank, share in enumerate(shares)}))["lookup"]
+        for shares in ([1.0] * 8, [1.9, 0.1] * 4)
+    )
+    assert even == pytest.approx(2 * 8e-3), "two ranks on each core"
+    met = 1.9 + (8 - 1.9) / 7  # of a rank with much to do, and one of the seven others
+    assert uneven == pytest.approx(8e-3 * ((1 - STUCK_SHARE) * 2 + STUCK_SHARE * met))
+    assert 1.03 * even < uneven < 1.25 * even
 
 
 def test_every_rank_takes_all_features_apart_wherever_their_tables_lie() -> None:
@@ -103,6 +119,25 @@ def test_exchanges_wait_for_turns_where_ranks_share_cores(num_ranks: int, turns:
     setup = StepSetup(10, world_size=num_ranks, local_world_size=num_ranks)
     machine = Machine.of(cluster(), setup, coefficients=dataclasses.replace(FREE, turn_s=1e-3))
     assert seconds(priced(machine, {}))["ids"] == pytest.approx(turns * 1e-3)
+
+
+def test_tables_cut_in_several_ways_are_exchanged_for_each_of_them() -> None:
+    """A table in rows beside whole ones cost ten milliseconds of exchanges where ranks share cores, and was priced as free."""
+    setup = StepSetup(1000, world_size=2, local_world_size=2)
+    free = Machine.of(cluster(), setup, coefficients=FREE)
+    machine = Machine.of(cluster(), setup, coefficients=FREE.having({"collective_s": 1e-3}))
+    whole = shard_work(table(), setup, "table_wise", 1, "dram", 0, on_device=False).vector
+    rows = shard_work(table(), setup, "row_wise", 2, "dram", 0, on_device=False).vector
+    replica = shard_work(table(1000), setup, "data_parallel", 2, "dram", 0, on_device=False).vector
+    for holders, num_ways in (
+        ({0: whole, 1: whole}, 1),
+        ({0: rows, 1: rows}, 1),
+        ({0: whole + rows, 1: rows}, 2),
+        ({0: whole + replica, 1: replica}, 1),
+    ):
+        with_latency, without = seconds(priced(machine, holders)), seconds(priced(free, holders))
+        for name in ("ids", "outputs", "gradients"):
+            assert with_latency[name] - without[name] == pytest.approx(num_ways * 1e-3)
 
 
 def test_a_shaped_card_passes_bursts_and_keeps_up_its_rate() -> None:

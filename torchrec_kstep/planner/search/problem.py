@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_kstep.cost import MEMORIES, QUANTITIES, Machine, ShardWork
-from torchrec_kstep.cost.machine import BESIDE, LINKS, TIERS, Matrix
+from torchrec_kstep.cost.machine import BESIDE, EXCHANGE_COLUMNS, LINKS, TIERS, Matrix
 from torchrec_kstep.cost.work import Sharding, Tier, Vector
 
 _CACHED_BYTES = 600 << 20  # loads of options kept for reuse
@@ -75,7 +75,7 @@ class Problem:
     """
 
     def __init__(self, machine: Machine, classes: Sequence[TableClass]) -> None:
-        """Lays out the resources of all phases in one row."""
+        """Lays out the resources of all phases in one row, and behind them how many tables there are of each way to cut them."""
         self.machine = machine
         self.classes = tuple(classes)
         self.num_tables = sum(len(group.tables) for group in classes)
@@ -89,15 +89,18 @@ class Problem:
         self._is_chain = np.array([phase.name not in BESIDE for phase in self._phases], dtype=bool)
         self._fixed = np.array([phase.fixed_s for phase in self._phases])
         self.fixed_s = sum(phase.fixed_s for phase in machine.phases if not phase.resources)
-        self.base_loads: Vector = np.concatenate([phase.base_s for phase in self._phases]) if self._phases else np.zeros(0)
+        self.again_s = sum(phase.again_s for phase in machine.phases)
+        bases = [phase.base_s for phase in self._phases]
+        self._num_resources = sum(base.size for base in bases)
+        self.base_loads: Vector = np.concatenate([*bases, np.zeros(len(EXCHANGE_COLUMNS))])
         self._has_bursts = bool((self.base_loads < 0).any())  # which a phase that needs less than them gets no time back for
-        self._mean = np.full(self.base_loads.size, 1 / max(self.base_loads.size, 1))
+        self._mean = np.where(np.arange(self.base_loads.size) < self._num_resources, 1 / max(self._num_resources, 1), 0.0)
         self.capacities = np.maximum(machine.capacities_bytes, 1.0)
         self._cache: dict[int, tuple[Matrix, Matrix]] = {}
         self._cached_bytes = 0
 
     def tables_of(self, index: int) -> tuple[Matrix, Matrix]:
-        """Returns the loads, `[options, resources]` in seconds, and the pool use, `[options, pools]` in bytes, of a class."""
+        """Returns the loads, `[options, resources + EXCHANGES]` in seconds and tables, and the pool use, `[options, pools]` in bytes."""
         known = self._cache.get(index)
         if known is not None:
             return known
@@ -114,7 +117,8 @@ class Problem:
             use_of_rank = self.machine.pool_use_by_rank(work.memory_vector)
             for position in positions:
                 ranks = list(options[position].ranks)
-                loads[position] = of_rank[ranks].sum(axis=0)
+                loads[position, : self._num_resources] = of_rank[ranks].sum(axis=0)
+                loads[position, self._num_resources :] = work.vector[EXCHANGE_COLUMNS] > 0
                 use[position] = use_of_rank[ranks].sum(axis=0)
         if self._cached_bytes + loads.nbytes <= _CACHED_BYTES:
             self._cache[index] = (loads, use)
@@ -138,10 +142,10 @@ class Problem:
         return Score(float(self.overflow(use[None])[0]), float(step_s[0]), float(tie_s[0]))
 
     def step_seconds(self, loads: Matrix, doublings: int = 0) -> tuple[Vector, Vector]:
-        """Seconds of a step and the tie breaker for each row of `[n, resources]`.
+        """Seconds of a step and the tie breaker for each row of `[n, resources + EXCHANGES]`.
 
         Args:
-            loads: seconds that each resource is busy.
+            loads: seconds that each resource is busy, and tables of each way to cut them.
             doublings: 0 for the busiest resource of each phase; n for the norm of order 2^n over them, which also counts the others:
                 a search that looks at the busiest alone cannot tell a first step towards balance from no step at all.
         """
@@ -150,13 +154,16 @@ class Problem:
         if self._has_bursts:
             loads = np.maximum(loads, 0.0)
         if doublings:
-            powers = loads * 1e3  # milliseconds, so that high powers stay within range
+            powers = loads[:, : self._num_resources] * 1e3  # milliseconds, so that high powers stay within range
             for _ in range(doublings):
                 np.multiply(powers, powers, out=powers)  # in place: fresh memory for large matrices costs more than the products
             phases = np.add.reduceat(powers, self._starts, axis=1) ** (0.5**doublings) * 1e-3 + self._fixed
         else:
-            phases = np.maximum.reduceat(loads, self._starts, axis=1) + self._fixed
+            phases = np.maximum.reduceat(loads[:, : self._num_resources], self._starts, axis=1) + self._fixed
         chain = phases[:, self._is_chain].sum(axis=1) + self.fixed_s
+        if self.again_s:
+            num_ways = (loads[:, self._num_resources :] > 0.5).sum(axis=1)
+            chain += self.again_s * np.maximum(num_ways - 1, 0)
         tiers = phases[:, self._is_tiers].sum(axis=1)
         step = np.maximum(chain, tiers) if self.machine.prefetch else chain + tiers
         if self._has_bursts:
@@ -175,7 +182,7 @@ class Problem:
         """
         weights = np.zeros_like(loads)
         fixed_s = (1.0 if tier_share is None else 1 - tier_share) * self.fixed_s
-        ends = [*self._starts[1:], loads.size]
+        ends = [*self._starts[1:], self._num_resources]
         for start, end, is_tiers, is_links, phase_s in zip(self._starts, ends, self._is_tiers, self._is_links, self._fixed, strict=True):
             if is_links:
                 continue  # the chain and the tiers are bound enough

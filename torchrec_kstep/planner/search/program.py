@@ -2,7 +2,7 @@
 
 Variables: how many tables of a class take an option; the quantities of each rank; seconds of each phase; seconds of the step.
 The step is minimised subject to: each phase is at least as long as each of its resources is busy, the chain of phases fits into the
-step, and so do the tiers; no pool overflows.
+step, with one more exchange for each further way in which tables are cut, and so do the tiers; no pool overflows.
 """
 
 import os
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_kstep.cost import QUANTITIES
-from torchrec_kstep.cost.machine import BESIDE
+from torchrec_kstep.cost.machine import BESIDE, EXCHANGE_COLUMNS
 from torchrec_kstep.planner.search.problem import Problem
 
 _SECONDS = 1e3  # the program counts in milliseconds, which keeps its numbers near 1
@@ -65,6 +65,7 @@ def solve_program(problem: Problem, integers: bool, max_nodes: int = 2000, relat
     _class_rows(problem, rows, columns)
     _quantity_rows(problem, rows, columns)
     _phase_rows(problem, rows, columns)
+    _way_rows(problem, rows, columns)
     _pool_rows(problem, rows)
     solver = _quiet_solver()
     for name, value in (
@@ -103,13 +104,16 @@ class _Columns:
     first_quantity: int
     first_phase: int
     step: int
+    first_way: int  # whether tables are cut in it
+    further_ways: int
 
 
 def _columns(problem: Problem) -> _Columns:
     sizes = [len(group.options) for group in problem.classes]
     first = np.cumsum([0, *sizes])
     first_phase = int(first[-1]) + problem.machine.num_ranks * len(QUANTITIES)
-    return _Columns(first, int(first[-1]), first_phase, first_phase + len(problem.machine.phases))
+    step = first_phase + len(problem.machine.phases)
+    return _Columns(first, int(first[-1]), first_phase, step, step + 1, step + 1 + len(EXCHANGE_COLUMNS))
 
 
 def _class_rows(problem: Problem, rows: _Rows, columns: _Columns) -> None:
@@ -168,10 +172,25 @@ def _phase_rows(problem: Problem, rows: _Rows, columns: _Columns) -> None:
     tiers, links = (
         [columns.first_phase + number for number, phase in enumerate(problem.machine.phases) if phase.name == name] for name in BESIDE
     )
-    inside = [chain, tiers] if problem.machine.prefetch else [chain + tiers]
-    inside += [links] if links else []
-    for part in inside:
-        rows.add(np.array([*part, columns.step]), np.array([1.0] * len(part) + [-1.0]), -highspy.kHighsInf, 0.0)
+    again_ms = problem.again_s * _SECONDS
+    inside = [(chain, again_ms), (tiers, 0.0)] if problem.machine.prefetch else [(chain + tiers, again_ms)]
+    inside += [(links, 0.0)] if links else []
+    for part, again_ms in inside:
+        indexes, values = [*part, columns.further_ways, columns.step], [1.0] * len(part) + [again_ms, -1.0]
+        rows.add(np.array(indexes), np.array(values), -highspy.kHighsInf, 0.0)
+
+
+def _way_rows(problem: Problem, rows: _Rows, columns: _Columns) -> None:
+    """A way in which any table is cut counts, and those beyond the first once more."""
+    ways = [columns.first_way + number for number in range(len(EXCHANGE_COLUMNS))]
+    for index, group in enumerate(problem.classes):
+        is_cut_so = np.array([option.work.vector[EXCHANGE_COLUMNS] > 0 for option in group.options])
+        for number, way in enumerate(ways):
+            options = columns.first_option[index] + np.flatnonzero(is_cut_so[:, number])
+            if options.size:
+                values = np.append(np.ones(options.size), -float(len(group.tables)))
+                rows.add(np.append(options, way), values, -highspy.kHighsInf, 0.0)
+    rows.add(np.array([*ways, columns.further_ways]), np.array([1.0] * len(ways) + [-1.0]), -highspy.kHighsInf, 1.0)
 
 
 def _pool_rows(problem: Problem, rows: _Rows) -> None:
@@ -186,13 +205,14 @@ def _pool_rows(problem: Problem, rows: _Rows) -> None:
 
 def _model(problem: Problem, rows: _Rows, columns: _Columns, integers: bool) -> highspy.HighsLp:
     model = highspy.HighsLp()
-    num_options, num_columns = columns.first_quantity, columns.step + 1
+    num_options, num_columns = columns.first_quantity, columns.further_ways + 1
     model.num_col_, model.num_row_ = num_columns, len(rows.lower)
     cost = np.zeros(num_columns)
     cost[columns.step] = 1.0
     upper = np.full(num_columns, highspy.kHighsInf)
     for index, group in enumerate(problem.classes):
         upper[columns.first_option[index] : columns.first_option[index + 1]] = len(group.tables)
+    upper[columns.first_way : columns.further_ways] = 1.0
     model.col_cost_, model.col_lower_, model.col_upper_ = cost, np.zeros(num_columns), upper
     model.row_lower_, model.row_upper_ = np.array(rows.lower, dtype=float), np.array(rows.upper, dtype=float)
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
@@ -201,6 +221,7 @@ def _model(problem: Problem, rows: _Rows, columns: _Columns, integers: bool) -> 
     model.a_matrix_.value_ = np.concatenate(rows.values)
     if integers:
         kinds = [highspy.HighsVarType.kInteger] * num_options + [highspy.HighsVarType.kContinuous] * (num_columns - num_options)
+        kinds[columns.first_way : columns.further_ways] = [highspy.HighsVarType.kInteger] * len(EXCHANGE_COLUMNS)
         model.integrality_ = kinds
     return model
 

@@ -109,9 +109,9 @@ def test_larger_problems_end_near_their_bound(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_problem_and_price_agree(seed: int) -> None:
-    """The search adds loads up by table, the report prices quantities by rank: one answer."""
-    problem = random_problem(seed)
-    choice = np.array([0 for _ in range(problem.num_tables)])
+    """The search adds loads up by table, the report prices quantities by rank: one answer, also where tables are cut in several ways."""
+    problem, rng = random_problem(seed), np.random.default_rng(seed)
+    choice = np.array([int(rng.integers(len(problem.classes[index].options))) for index in problem.class_of])
     work, memory = problem.work_of(choice)
     assert price(problem.machine, work).seconds == pytest.approx(problem.score(choice).step_s, rel=1e-9)
     use = problem.totals(choice)[1]
