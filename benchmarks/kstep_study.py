@@ -217,7 +217,10 @@ STAGES = {
     "periods": Stage("Frappe, periods of the moments", "frappe", ("default", *(name for name in METHODS if "every" in name))),
     "dlrm": Stage("MovieLens-1M, DLRM", "ml1m_dlrm", ("default", "default, frozen", "paper"), (5, 20)),
     "long_tail": Stage(
-        "MovieLens-1M with crosses, DeepFM", "ml1m_crosses", ("default", "default, moments of rows local", "default, int8", "paper")
+        "MovieLens-1M with crosses, DeepFM",
+        "ml1m_crosses",
+        ("default", "default, moments of rows local", "default, int8", "paper"),
+        (5, 20),
     ),
     "ml1m_wires": Stage("MovieLens-1M, narrow wires", "ml1m", ("default", "default, bf16", "default, int8")),
     "ml1m_variants": Stage("MovieLens-1M, variants", "ml1m", ("default", "paper", *VARIANTS), num_seeds=1),
