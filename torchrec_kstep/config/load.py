@@ -144,7 +144,7 @@ def _in_own_folder(config: T, job: Job) -> T:
     """Gives each run of a sweep its own run directory, unless the sweep itself names them."""
     if not job.folder or not hasattr(config, "run_dir"):
         return config
-    parent = config.run_dir or os.path.abspath(time.strftime("runs/%Y-%m-%d_%H%M%S_multirun", job.started))
+    parent = config.run_dir or os.path.abspath(time.strftime("runs/%Y%m%d_%H%M%S_multirun", job.started))
     return dataclasses.replace(config, run_dir=os.path.join(parent, job.folder))  # type: ignore[type-var]
 
 

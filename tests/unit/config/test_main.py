@@ -1,6 +1,7 @@
 """The command line of the programs: help, printing, sweeps, paths, exit codes; errors once and before anything starts."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -193,6 +194,7 @@ def test_multirun_runs_every_combination_in_its_own_folder(launch_dir: Path, cap
     folders = [Path(config.run_dir) for config in program.configs]
     assert len(set(folders)) == 4
     assert {folder.parent.parent for folder in folders} == {launch_dir / "runs"}
+    assert re.fullmatch(r"\d{8}_\d{6}_multirun", folders[0].parent.name)  # as single runs are named
     assert folders[0].name == "0_optim.lr=0.001,model=dcn"
     assert "run 4 of 4: optim.lr=0.01 model=dlrm" in capsys.readouterr().out
 

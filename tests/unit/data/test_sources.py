@@ -188,6 +188,14 @@ def test_a_column_of_numbers_that_holds_anything_else_is_named(tmp_path: Path, w
             read_table(path, {"fine": kind, "rating": kind})
 
 
+def test_columns_of_other_names_are_told_beside_those_that_are_there(tmp_path: Path) -> None:
+    """Otherwise pyarrow answers, with FieldRef and the columns that it adds for itself."""
+    path = tmp_path / "mine.parquet"
+    pq.write_table(pa.table({"user": [1, 2], "label": [0, 1]}), path)
+    with pytest.raises(DataError, match=r"mine\.parquet lacks the columns f0, f1: expected f0, f1, label, it has user, label$"):
+        read_table(path, {"f0": pa.int64(), "f1": pa.int64(), "label": pa.int64()})
+
+
 def test_a_folder_with_a_part_of_the_files_is_told_which_are_lacking(tmp_path: Path) -> None:
     (write_movielens_1m(tmp_path) / "users.dat").unlink()
     with pytest.raises(DataError, match=r"lacks users\.dat"):

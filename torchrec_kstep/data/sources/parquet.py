@@ -22,6 +22,11 @@ def read_table(path: Path, types: Mapping[str, Any]) -> Any:
         DataError: the file cannot be read, lacks a column, or a column holds something else.
     """
     try:
+        present = pq.read_schema(path).names
+        if missing := [name for name in types if name not in present]:
+            raise DataError(
+                f"{path} lacks the columns {', '.join(missing)}: expected {', '.join(types)}, it has {', '.join(present[:50]) or 'none'}"
+            )
         table = pq.read_table(path, columns=list(types))
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"cannot read columns {', '.join(types)} of {path}: {error}") from error
