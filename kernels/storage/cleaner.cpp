@@ -18,8 +18,14 @@ constexpr std::uint64_t kSmallStoreBytes = 1u << 20;  // open segments of a smal
 
 }  // namespace
 
-Cleaner::Cleaner(StoreContext* context, RowLog* log, double space_factor)
-    : context_(context), log_(log), space_factor_(space_factor) {}
+Cleaner::Cleaner(StoreContext* context, RowLog* log, double space_factor, std::unique_ptr<IoEngine> reads)
+    : context_(context), log_(log), space_factor_(space_factor), reads_(std::move(reads)) {}
+
+Cleaner::~Cleaner() {
+  while (is_reading_) {  // nobody may write into freed memory
+    if (!finish_reading().ok()) break;
+  }
+}
 
 double Cleaner::pressure() const {
   const double live = static_cast<double>(log_->live_unit_bytes() + kSmallStoreBytes);
@@ -38,12 +44,13 @@ Status Cleaner::after_append(std::uint64_t appended_bytes) {
   const double gain = std::clamp(kGain * pressure(), 0.0, kMaxGain);
   const auto appended = static_cast<double>(appended_bytes);
   const auto piece = static_cast<double>(piece_bytes());
-  credit_bytes_ = std::min(credit_bytes_ + gain * appended, kMaxGain * appended + piece);
-  while (credit_bytes_ >= piece && pressure() > 0) {
+  const double most = std::max(credit_bytes_, kMaxGain * appended + piece);  // a small batch does not cancel what larger ones earned
+  credit_bytes_ = std::min(credit_bytes_ + gain * appended, most);
+  auto gives_way = [&] { return context_->is_awaited != nullptr && context_->is_awaited->load(std::memory_order_relaxed) && pressure() < 1; };
+  while (credit_bytes_ >= piece && pressure() > 0 && !gives_way()) {
     KSTEP_RETURN_IF_ERROR(step(&did_work));
     if (!did_work) credit_bytes_ = 0;
     credit_bytes_ -= piece;
-    if (context_->is_awaited != nullptr && context_->is_awaited->load(std::memory_order_relaxed) && pressure() < 1) break;
   }
   return {};
 }
@@ -67,6 +74,7 @@ Status Cleaner::remove_empty(bool* did_work) {
   std::vector<std::uint32_t>& empty = log_->empty_segments();
   if (empty.empty()) return {};
   const std::uint32_t ordinal = empty.back();
+  if (ordinal == ahead_ordinal_) KSTEP_RETURN_IF_ERROR(finish_reading());  // its file is about to be closed
   KSTEP_RETURN_IF_ERROR(log_->remove_segment(ordinal));
   empty.pop_back();
   *did_work = true;
@@ -95,23 +103,79 @@ bool Cleaner::choose_victim() {
   return victim_ != kNoSlot;
 }
 
+// Of the piece at next_unit_.
+std::uint32_t Cleaner::units_of_piece(const Segment& segment) const {
+  const RecordLayout& layout = log_->layout();
+  const auto most = static_cast<std::uint32_t>(std::max<std::uint64_t>(1, piece_bytes() / layout.unit_bytes));
+  return std::min(most, layout.units_for(segment.num_records) - next_unit_);
+}
+
+// Starts to read the piece at next_unit_. It is only a head start: what fails here is tried again when the piece is needed.
+Status Cleaner::begin_reading() {
+  const RecordLayout& layout = log_->layout();
+  const Segment& segment = log_->segments()[victim_];
+  ahead_ = {};
+  if (!log_->acquire(segment, &ahead_.file).ok()) return {};
+  ahead_.offset = layout.offset_of(next_unit_ * layout.records_per_unit);
+  ahead_.num_bytes = units_of_piece(segment) * layout.unit_bytes;
+  if (piece_.size() < ahead_.num_bytes) piece_ = AlignedBuffer(ahead_.num_bytes);
+  ahead_.buffer = piece_.data();
+  ahead_ordinal_ = victim_;
+  ahead_id_ = segment.id;
+  Status status = reads_->submit(&ahead_);
+  if (!status.ok()) {
+    log_->release(segment);
+    return status;
+  }
+  is_reading_ = true;
+  std::size_t num_done = 0;
+  IoRequest* done = nullptr;
+  KSTEP_RETURN_IF_ERROR(reads_->reap(0, 1, &done, &num_done));  // hands it to the kernel
+  if (num_done > 0) end_reading();
+  return {};
+}
+
+Status Cleaner::finish_reading() {
+  if (!is_reading_) return {};
+  std::size_t num_done = 0;
+  IoRequest* done = nullptr;
+  KSTEP_RETURN_IF_ERROR(reads_->reap(1, 1, &done, &num_done));
+  end_reading();
+  return {};
+}
+
+void Cleaner::end_reading() {
+  is_reading_ = false;
+  log_->release(log_->segments()[ahead_ordinal_]);
+  if (ahead_.result != std::int64_t{ahead_.num_bytes}) ahead_ordinal_ = kNoSlot;  // read again, which says why
+}
+
+Status Cleaner::read_piece(std::uint64_t offset, std::size_t num_bytes, std::size_t* got) {
+  KSTEP_RETURN_IF_ERROR(finish_reading());
+  const Segment& segment = log_->segments()[victim_];
+  const bool is_ready = ahead_ordinal_ == victim_ && ahead_id_ == segment.id && ahead_.offset == offset && ahead_.num_bytes >= num_bytes;
+  ahead_ordinal_ = kNoSlot;  // used up
+  *got = num_bytes;
+  if (is_ready) return {};
+  if (piece_.size() < num_bytes) piece_ = AlignedBuffer(num_bytes);
+  File* file = nullptr;
+  KSTEP_RETURN_IF_ERROR(log_->acquire(segment, &file));
+  const Status status = file->read_at(offset, piece_.data(), num_bytes, got);
+  log_->release(segment);
+  return status;
+}
+
 Status Cleaner::clean_piece() {
   const RecordLayout& layout = log_->layout();
   const Segment& segment = log_->segments()[victim_];
   const std::uint32_t num_units = layout.units_for(segment.num_records);
-  const auto piece_units = static_cast<std::uint32_t>(std::max<std::uint64_t>(1, piece_bytes() / layout.unit_bytes));
-  const std::uint32_t count = std::min(piece_units, num_units - next_unit_);
+  const std::uint32_t count = units_of_piece(segment);
   const std::size_t num_bytes = std::size_t{count} * layout.unit_bytes;
-  if (piece_.size() < num_bytes) piece_ = AlignedBuffer(std::size_t{piece_units} * layout.unit_bytes);
 
   const std::string path = log_->segment_path(segment);
   const std::uint64_t offset = layout.offset_of(next_unit_ * layout.records_per_unit);
-  File* file = nullptr;
-  KSTEP_RETURN_IF_ERROR(log_->acquire(segment, &file));
   std::size_t got = 0;
-  Status status = file->read_at(offset, piece_.data(), num_bytes, &got);
-  log_->release(segment);
-  KSTEP_RETURN_IF_ERROR(status);
+  KSTEP_RETURN_IF_ERROR(read_piece(offset, num_bytes, &got));
   context_->bytes_cleaned_read += got;
 
   const std::uint32_t first_record = next_unit_ * layout.records_per_unit;
@@ -139,7 +203,7 @@ Status Cleaner::clean_piece() {
   next_unit_ += count;
   // append_copy may have moved the segment table, so look again.
   const Segment& after = log_->segments()[victim_];
-  if (next_unit_ < num_units && got == num_bytes && after.num_live > 0) return {};
+  if (next_unit_ < num_units && got == num_bytes && after.num_live > 0) return begin_reading();
   const std::uint32_t num_left = after.num_live;
   const std::uint32_t ordinal = victim_;
   victim_ = kNoSlot;

@@ -106,7 +106,9 @@ Status RowStore::open(StoreOptions options, std::unique_ptr<RowStore>* out) {
   KSTEP_RETURN_IF_ERROR(store->make_live_folders());
   if (restored != nullptr) KSTEP_RETURN_IF_ERROR(store->restore(*restored));
   for (const auto& log : store->logs_) {
-    store->cleaners_.push_back(std::make_unique<Cleaner>(&context, log.get(), opts.space_factor));
+    std::unique_ptr<IoEngine> reads;
+    KSTEP_RETURN_IF_ERROR(store->env_->new_engine(opts.backend, 1, &reads));
+    store->cleaners_.push_back(std::make_unique<Cleaner>(&context, log.get(), opts.space_factor, std::move(reads)));
     store->bytes_before_batch_.push_back(0);
   }
   *out = std::move(store);

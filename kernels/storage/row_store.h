@@ -74,7 +74,7 @@ class RowStore {
   Status begin_batch(std::uint64_t record_bytes);
   // On failure the row keeps its earlier version.
   Status append(TableState* table, std::uint64_t row, const std::byte* payload) { return table->log->append(table, row, payload); }
-  // Lets the cleaner keep pace with what was appended. While *set_awaited() is true it does one piece, or all when space runs out.
+  // Lets the cleaner keep pace with what was appended. While *set_awaited() is true it begins no more, or all when space runs out.
   Status end_batch();
   // REQUIRES: all rows of one log.
   Status read(ReadRow* rows, std::size_t num_rows);

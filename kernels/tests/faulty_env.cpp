@@ -73,6 +73,8 @@ void FaultyEnv::clear_faults() {
   capacity_bytes_ = 0;
   read_delay_us_ = 0;
   short_read_at_ = flip_at_ = UINT64_MAX;
+  num_reads_let_ = UINT64_MAX;
+  reads_let_.notify_all();
 }
 
 void FaultyEnv::set_capacity_bytes(std::uint64_t bytes) {
@@ -98,6 +100,17 @@ void FaultyEnv::flip_bit_in_read(std::uint64_t nth) {
 void FaultyEnv::set_read_delay_us(std::uint32_t microseconds) {
   std::lock_guard<std::mutex> guard(mutex_);
   read_delay_us_ = microseconds;
+}
+
+void FaultyEnv::hold_reads() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  num_reads_let_ = 0;
+}
+
+void FaultyEnv::let_read() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (num_reads_let_ != UINT64_MAX) ++num_reads_let_;
+  reads_let_.notify_all();
 }
 
 void FaultyEnv::crash(double keep_share, std::uint64_t seed) {
@@ -198,6 +211,8 @@ Status FaultyEnv::read(Node* node, const std::string& path, std::uint64_t offset
   *got = 0;
   const std::uint64_t index = num_ops_[Op::Read];
   KSTEP_RETURN_IF_ERROR(count(Op::Read, "read " + path));
+  reads_let_.wait(guard, [this] { return num_reads_let_ > 0; });
+  if (num_reads_let_ != UINT64_MAX) --num_reads_let_;
   const std::uint32_t delay_us = read_delay_us_;
   if (offset < node->seen.size()) *got = std::min<std::size_t>(n, node->seen.size() - offset);
   if (index == short_read_at_) *got /= 2;

@@ -7,6 +7,7 @@
 // Thread rule: any thread (one mutex).
 #pragma once
 
+#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -44,6 +45,9 @@ class FaultyEnv : public Env {
   void shorten_read(std::uint64_t nth);
   void flip_bit_in_read(std::uint64_t nth);
   void set_read_delay_us(std::uint32_t microseconds);
+  // From now on a read waits until it is let through, one for each let_read(). clear_faults() ends that.
+  void hold_reads();
+  void let_read();
   // Power loss. `keep_share` of unsynced sectors and folders survive, chosen by `seed`. Ends a freeze.
   void crash(double keep_share, std::uint64_t seed);
   // Flips one bit of a stored file.
@@ -106,6 +110,8 @@ class FaultyEnv : public Env {
   std::uint64_t capacity_bytes_ = 0;
   std::uint64_t stored_bytes_ = 0;
   std::uint32_t read_delay_us_ = 0;
+  std::condition_variable reads_let_;
+  std::uint64_t num_reads_let_ = UINT64_MAX;
 };
 
 }  // namespace kstep

@@ -136,7 +136,7 @@ TEST_P(RowStoreSchedules, EqualAPlainMap) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RowStoreSchedules, ::testing::Range(0, 12));
 
-// What the accounting says equals what the file system holds, and the space bound is kept.
+// Power fails at each sync of a run in turn; every snapshot that was reported committed is whole.
 TEST(RowStoreCrash, AtEverySyncACommittedSnapshotIsWhole) {
   auto run = [](FaultyEnv* env, std::map<std::string, Model>* reported, bool is_frozen_run, std::uint64_t freeze_at) {
     StoreOptions options = make_options(env, {"/a", "/b"});

@@ -36,6 +36,15 @@ struct TieredRows::Job {
   std::vector<std::uint32_t> slots;
   std::vector<std::byte*> payloads;
   Status status;
+
+  // With room to spare: batches differ a little in size, and each new largest one must not cost new memory.
+  void reserve(std::size_t num_rows) {
+    if (num_rows <= rows.capacity()) return;
+    const std::size_t num_reserved = num_rows + num_rows / 8;
+    rows.reserve(num_reserved);
+    slots.reserve(num_reserved);
+    payloads.reserve(num_reserved);
+  }
 };
 
 struct TieredRows::TableCounters {

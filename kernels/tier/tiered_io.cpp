@@ -12,6 +12,8 @@ constexpr std::size_t kMaxMissesInRound = 8192;   // bounds how long an urgent p
 constexpr std::uint64_t kRowsPerAppendBatch = 2048;
 // Overflow memory is kept while it is used again and again, and given back after so many rounds without.
 constexpr std::uint32_t kRoundsBeforeDrop = 256;
+// A caller that takes the rows of one table after the other is back sooner than this; it would wait for a piece of cleaning between two of them.
+constexpr std::chrono::microseconds kBackSoon{500};
 constexpr std::size_t kEntryAhead = 16;           // rows looked up ahead, in two stages
 constexpr std::size_t kStateAhead = 8;
 
@@ -31,6 +33,7 @@ void TieredRows::io_loop() {
       work_ready_.wait(lock);
       continue;
     }
+    if (is_idle && !is_caller_away(&lock)) continue;
     releasing_.swap(released_);
     announcing_.swap(unannounced_);
     const std::function<Status()>* command = command_;
@@ -157,10 +160,20 @@ void TieredRows::run_round() {
   finish_round(read_status, failed_job, scan_status);
 
   // The caller runs again by now; what follows is paid for only if it comes back too soon.
+  if (is_batch_open_) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    is_caller_away(&lock);
+  }
   Status status = close_batch();
   if (status.ok()) status = drain_overflow();
   if (!status.ok()) background_status_ = status;
   drop_overflow(kRoundsBeforeDrop);
+}
+
+// Waits until the caller has been gone for so long that it must be computing. False if there is something to do before.
+bool TieredRows::is_caller_away(std::unique_lock<std::mutex>* lock) {
+  auto has_work = [this] { return stopping_ || command_ != nullptr || !urgent_.empty() || !released_.empty() || !unannounced_.empty(); };
+  return !work_ready_.wait_until(*lock, last_handover_ + kBackSoon, has_work);
 }
 
 // Of cleaning that began at `start`. A caller that came in the middle of it waited for the rest only.
@@ -298,6 +311,10 @@ void TieredRows::finish_round(const Status& read_status, Job* failed_job, const 
     if (!is_failed && job->num_scanned < job->rows.size()) continue;  // goes on in a later round
     urgent_.erase(std::remove(urgent_.begin(), urgent_.end(), job), urgent_.end());
     queue_.erase(std::remove(queue_.begin(), queue_.end(), job), queue_.end());
+    if (job->is_demanded) {
+      is_caller_waiting_ = false;  // it has what it came for, even if it is not awake yet
+      last_handover_ = std::chrono::steady_clock::now();
+    }
     if (!is_failed) {
       job->state = Job::State::Ready;
       if (job->is_cancelled) released_.push_back(job);

@@ -78,7 +78,7 @@ Status TieredRows::check_rows(std::uint32_t table, const std::uint64_t* rows, st
   return {};
 }
 
-TieredRows::Job* TieredRows::take_job() {
+TieredRows::Job* TieredRows::take_job(std::size_t num_rows) {
   if (idle_jobs_.empty()) {
     jobs_.push_back(std::make_unique<Job>());
     jobs_.back()->index = static_cast<std::uint32_t>(jobs_.size() - 1);
@@ -86,6 +86,7 @@ TieredRows::Job* TieredRows::take_job() {
   }
   Job* job = idle_jobs_.back();
   idle_jobs_.pop_back();
+  job->reserve(num_rows);
   job->state = Job::State::Queued;
   job->is_demanded = job->is_cancelled = job->is_dirty = false;
   job->num_scanned = 0;
@@ -121,7 +122,7 @@ Status TieredRows::pin(std::uint32_t table, const std::uint64_t* unique_rows, st
   Job* job = match(table, unique_rows, num_rows);
   ++(job != nullptr ? counters_[table]->prefetched_pins : counters_[table]->unprefetched_pins);
   if (job == nullptr) {
-    job = take_job();
+    job = take_job(num_rows);
     job->table = table;
     job->rows.assign(unique_rows, unique_rows + num_rows);
     if (num_rows == 0) {
@@ -147,6 +148,7 @@ Status TieredRows::pin(std::uint32_t table, const std::uint64_t* unique_rows, st
     is_caller_waiting_ = false;
     counters_[table]->stall_s += seconds_since(waiting_since_);
   }
+  last_handover_ = std::chrono::steady_clock::now();
   if (job->state == Job::State::Failed) {
     Status status = job->status;
     job->state = Job::State::Idle;
@@ -187,7 +189,7 @@ Status TieredRows::prefetch(const std::vector<TableRows>& batch) {
   ++last_batch_;
   for (const TableRows& item : batch) {
     if (item.num_rows == 0) continue;
-    Job* job = take_job();
+    Job* job = take_job(item.num_rows);
     job->table = item.table;
     job->batch = last_batch_;
     job->rows.assign(item.rows, item.rows + item.num_rows);

@@ -70,7 +70,7 @@ class TieredRows final : public RowSource {
   explicit TieredRows(std::vector<TableSpec> tables);
 
   // --- caller's side (tiered_rows.cpp) ---
-  Job* take_job();
+  Job* take_job(std::size_t num_rows);
   Job* match(std::uint32_t table, const std::uint64_t* rows, std::size_t num_rows);
   void cancel(Job* job);
   Status check_rows(std::uint32_t table, const std::uint64_t* rows, std::size_t num_rows) const;
@@ -83,6 +83,7 @@ class TieredRows final : public RowSource {
   void io_loop();
   bool choose_round();
   void run_round();
+  bool is_caller_away(std::unique_lock<std::mutex>* lock);
   void count_cleaner_stall(std::chrono::steady_clock::time_point start);
   Scan scan(Job* job, Status* status);
   Scan find_room(Job* job, CacheClass* cache_class, std::uint32_t* slot, Status* status);
@@ -125,6 +126,7 @@ class TieredRows final : public RowSource {
   std::uint64_t num_failed_prefetches_ = 0;
   std::atomic<bool> is_caller_waiting_{false};  // written under the mutex; the cleaner looks without it
   std::chrono::steady_clock::time_point waiting_since_;  // of the caller, while it waits
+  std::chrono::steady_clock::time_point last_handover_;  // when the caller last got rows
   bool stopping_ = false;
 
   // Used by the I/O thread only.
