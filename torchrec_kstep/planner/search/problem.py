@@ -161,7 +161,7 @@ class Problem:
         else:
             phases = np.maximum.reduceat(loads[:, : self._num_resources], self._starts, axis=1) + self._fixed
         chain = phases[:, self._is_chain].sum(axis=1) + self.fixed_s
-        if self.again_s:
+        if self.again_s and not doublings:  # else no table would be the first to be cut in another way, though many together gain by it
             num_ways = (loads[:, self._num_resources :] > 0.5).sum(axis=1)
             chain += self.again_s * np.maximum(num_ways - 1, 0)
         tiers = phases[:, self._is_tiers].sum(axis=1)
