@@ -2,7 +2,8 @@
 
     step  a step with a 10 % cache and prefetch against the larger of: the same step with every row cached (compute), and the
           store alone replaying the same batches (I/O); 26 tables, dim 64, Adam, Zipf 1.05, 8192 bags per table.
-    soak  many Zipf and then uniform batches with cleaning: how long steps wait for the cleaner, space, memory over time.
+    soak  many Zipf and then uniform batches with cleaning: how long steps wait for the cleaner, space, memory over time;
+          `--ids` runs one of the two.
     big   more rows than memory holds: every row materialised by one sweep, then Zipf batches; disk, memory, estimate.
 
 `step` runs its contenders in turns; a sample is the mean step of a turn, without the steps at its ends, where prefetching has a
@@ -14,9 +15,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -38,6 +40,7 @@ ZIPF = 1.05
 OPTIMIZER = AdamSpec(lr=1e-3)
 DEPTH, LOOKAHEAD = 2, 8
 CASES = ("step", "soak", "big")
+SOAK_IDS = ("zipf", "uniform")
 
 
 @dataclass(frozen=True)
@@ -177,12 +180,14 @@ def record_step(run: Harness, folder: Path) -> None:
         training.group.close()
 
 
-def record_soak(run: Harness, folder: Path) -> None:
-    """Adds waiting for the cleaner, space and memory over many steps."""
+def record_soak(run: Harness, folder: Path, kinds: Collection[str] = SOAK_IDS) -> None:
+    """Adds waiting for the cleaner, space and memory over many steps with ids of these kinds."""
     setting = Setting(8000, 64, 512) if run.quick else Setting(160_000, 64, 8192)
     training = Training(folder, setting, setting.full_cache_bytes // 10)
     training.materialise()
     for kind, num_steps in (("zipf", 100 if run.quick else 1000), ("uniform", 20 if run.quick else 200)):
+        if kind not in kinds:
+            continue
         ids = Ids(kind, setting, seed=2)
         seconds, waits, space, memory = [], [], [], []
         waited = training.group.stats().store["cleaner_stall_s"]
@@ -291,11 +296,13 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--case", action="append", choices=CASES)
+    own.add_argument("--ids", choices=SOAK_IDS)
     options, rest = own.parse_known_args(argv)
     run = Harness.from_command_line("tiered_step", __doc__, rest)
     cases = options.case or (list(CASES) if run.quick else ["step"])
     (ROOT / "build").mkdir(exist_ok=True)  # a drive, not a memory file system
-    recorders = {"step": record_step, "soak": record_soak, "big": record_big}
+    soak = partial(record_soak, kinds=[options.ids] if options.ids else SOAK_IDS)
+    recorders: dict[str, Callable[[Harness, Path], None]] = {"step": record_step, "soak": soak, "big": record_big}
     for case in cases:
         with tempfile.TemporaryDirectory(prefix="kstep-bench-", dir=ROOT / "build") as folder:
             recorders[case](run, Path(folder))
