@@ -107,6 +107,11 @@ void FaultyEnv::hold_reads() {
   num_reads_let_ = 0;
 }
 
+std::uint64_t FaultyEnv::num_held_reads() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return num_held_reads_;
+}
+
 void FaultyEnv::let_read() {
   std::lock_guard<std::mutex> guard(mutex_);
   if (num_reads_let_ != UINT64_MAX) ++num_reads_let_;
@@ -211,7 +216,9 @@ Status FaultyEnv::read(Node* node, const std::string& path, std::uint64_t offset
   *got = 0;
   const std::uint64_t index = num_ops_[Op::Read];
   KSTEP_RETURN_IF_ERROR(count(Op::Read, "read " + path));
+  ++num_held_reads_;
   reads_let_.wait(guard, [this] { return num_reads_let_ > 0; });
+  --num_held_reads_;
   if (num_reads_let_ != UINT64_MAX) --num_reads_let_;
   const std::uint32_t delay_us = read_delay_us_;
   if (offset < node->seen.size()) *got = std::min<std::size_t>(n, node->seen.size() - offset);

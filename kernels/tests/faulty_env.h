@@ -47,6 +47,7 @@ class FaultyEnv : public Env {
   void set_read_delay_us(std::uint32_t microseconds);
   // From now on a read waits until it is let through, one for each let_read(). clear_faults() ends that.
   void hold_reads();
+  std::uint64_t num_held_reads() const;
   void let_read();
   // Power loss. `keep_share` of unsynced sectors and folders survive, chosen by `seed`. Ends a freeze.
   void crash(double keep_share, std::uint64_t seed);
@@ -111,7 +112,7 @@ class FaultyEnv : public Env {
   std::uint64_t stored_bytes_ = 0;
   std::uint32_t read_delay_us_ = 0;
   std::condition_variable reads_let_;
-  std::uint64_t num_reads_let_ = UINT64_MAX;
+  std::uint64_t num_reads_let_ = UINT64_MAX, num_held_reads_ = 0;
 };
 
 }  // namespace kstep
