@@ -176,8 +176,8 @@ def _phase_rows(problem: Problem, rows: _Rows, columns: _Columns) -> None:
     inside = [(chain, again_ms), (tiers, 0.0)] if problem.machine.prefetch else [(chain + tiers, again_ms)]
     inside += [(links, 0.0)] if links else []
     for part, again_ms in inside:
-        indexes, values = [*part, columns.further_ways, columns.step], [1.0] * len(part) + [again_ms, -1.0]
-        rows.add(np.array(indexes), np.array(values), -highspy.kHighsInf, 0.0)
+        inside_step = np.array([*part, columns.further_ways, columns.step])
+        rows.add(inside_step, np.array([1.0] * len(part) + [again_ms, -1.0]), -highspy.kHighsInf, 0.0)
 
 
 def _way_rows(problem: Problem, rows: _Rows, columns: _Columns) -> None:
