@@ -74,7 +74,7 @@ def test_one_replica_does_not_depend_on_k_and_micro_batches_are_one_step(spawn_r
 
 
 def _tables_on_ssd(world: World, folder: str) -> list[dict[str, bytes]]:
-    """Replicas whose tables lie on SSD behind a small cache, stopped and resumed, beside replicas in DRAM; all rows clipped by CowClip."""
+    """Replicas whose tables lie on SSD behind a small cache, stopped and resumed, beside replicas in DRAM; CowClip with a low bound."""
     root = Path(folder)
     config = kstep_config(checkpoint__every_steps=3, optim__clip="cowclip", optim__clip_ratio=0.01, optim__clip_exempt=[])
     in_dram, _ = finish(config, world, TinyDataset(), root / "dram")
