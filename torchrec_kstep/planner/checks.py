@@ -75,6 +75,23 @@ def check_plan(plan: ShardingPlan, tables: Mapping[str, Sequence[EmbeddingBagCon
         raise PlanError("the plan is not usable:\n  " + "\n  ".join(findings))
 
 
+def check_kernels(plan: ShardingPlan, sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
+    """Refuses tiered tables where none of the sharders has our kernel: TorchRec would fail on its name while it makes the model.
+
+    Raises:
+        PlanError: names the collection.
+    """
+    if not sharders or any(CUSTOMIZED_KERNEL in sharder.compute_kernels(ShardingType.TABLE_WISE.value, "cpu") for sharder in sharders):
+        return
+    for path, module_plan in plan.plan.items():
+        if isinstance(module_plan, EmbeddingModuleShardingPlan) and _has_tiered_table(module_plan):
+            raise PlanError(
+                f"the tables of {path!r} are planned for the tiered kernel ({CUSTOMIZED_KERNEL!r}), which none of the sharders has: "
+                f"{', '.join(type(sharder).__name__ for sharder in sharders)}. Give planner and DistributedModelParallel "
+                "TieredEmbeddingBagCollectionSharder, or plan with Job(kernel='fused')"
+            )
+
+
 def check_tiers(
     plan: ShardingPlan, tables: Mapping[str, Sequence[EmbeddingBagConfig]], sharders: Sequence[ModuleSharder[nn.Module]], num_ranks: int
 ) -> None:

@@ -40,7 +40,10 @@ def misfit_text(problem: Problem, solution: Solution, tables: Sequence[Table], t
     least = _least_bytes(problem)
     alike = [other.memory == pool.memory for other in problem.machine.pools]
     lines.append("what would make it fit:")
-    lines.append(f"  - {format_bytes(short[worst])} more of {pool.name}")
+    where = ""
+    if pool.memory == "ssd_bytes":
+        where = " (tiers.ssd_bytes, where it bounds them; else what is free on the drives of tiers.ssd_paths)"
+    lines.append(f"  - {format_bytes(short[worst])} more of {pool.name}{where}")
     have, need = float(capacities[alike].sum()), max(float(use[alike].sum()), least)
     if have > 0 and need > have:
         lines.append(f"  - {math.ceil(need / have * len(topology.hosts))} hosts like these instead of {len(topology.hosts)}")

@@ -19,7 +19,7 @@ from torchrec_kstep.cost.calibration import Calibration
 from torchrec_kstep.cost.price import price
 from torchrec_kstep.cost.work import SLOT_OVERHEAD_BYTES
 from torchrec_kstep.errors import PlanError, TopologyError
-from torchrec_kstep.planner.checks import check_plan, check_tiers
+from torchrec_kstep.planner.checks import check_kernels, check_plan, check_tiers
 from torchrec_kstep.planner.emit import sharding_plan
 from torchrec_kstep.planner.forecast import Forecast, forecast
 from torchrec_kstep.planner.known_plans import known_places, start_of, with_places
@@ -128,6 +128,7 @@ class TopologyShardingPlanner(ShardingPlanner):  # type: ignore[misc]  # TorchRe
         placement = self.place(module, tables, sharders)
         plan = sharding_plan(placement, "cuda" if self.topology.hosts[0].devices else "cpu")
         check_plan(plan, tables)
+        check_kernels(plan, sharders)
         check_tiers(plan, tables, sharders, self.job.world_size)
         self.placement = placement
         for callback in self._callbacks:

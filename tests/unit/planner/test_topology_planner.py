@@ -131,8 +131,15 @@ def test_rows_move_to_ssd_where_dram_ends_and_the_hot_ones_stay() -> None:
 def test_a_full_drive_is_told_with_the_bytes_that_it_lacks() -> None:
     """What is free on the drives of a run is what its rows on SSD must fit into, whatever the topology declares."""
     made = planner(world=1, per_host=1, dram_bytes_per_host=1 << 20, ssd_bytes_per_host=4 << 20)
-    with pytest.raises(PlanError, match=r"drives of host is \d+\.?\d* MiB short \(.* needed, 4 MiB usable\)"):
+    with pytest.raises(PlanError, match=r"drives of host is \d+\.?\d* MiB short \(.* needed, 4 MiB usable\)") as error:
         made.plan(task([1_000_000]), sharders("tiered"))
+    assert "more of drives of host (tiers.ssd_bytes" in str(error.value)
+
+
+def test_tiered_tables_without_a_sharder_for_them_are_refused_by_name() -> None:
+    """TorchRec would say that it does not know 'customized_kernel' while it makes the model."""
+    with pytest.raises(PlanError, match=r"tables of '0' .* none of the sharders has: .*TieredEmbeddingBagCollectionSharder"):
+        planner(world=1, per_host=1).plan(task([1_000]), sharders("dense"))
 
 
 def test_a_rank_behind_a_slow_link_gets_less() -> None:
