@@ -347,8 +347,7 @@ TEST(TieredRows, ACallerWaitsForThePieceOfCleaningInWorkAndForNoOther) {
     ASSERT_TRUE(source->flush().ok());
   }
   ASSERT_TRUE(source->snapshot("held", "").ok());
-  // Stale bytes for a pressure of 0.8, once the snapshot is gone: 0.6 + 0.8 x 0.36 of the spare half. Segments that become empty take
-  // 0.2 of it away again, and below 0.25 nothing is cleaned in idle moments.
+  // Stale bytes for a pressure of 0.8 once the snapshot is gone; segments that become empty take 0.2 away, and idle cleaning ends at 0.25.
   const double live = static_cast<double>(source->usage().live_unit_bytes), file = static_cast<double>(source->usage().snapshot_bytes);
   const double stale = 1.444 * (live + (1u << 20)) - file;
   some.clear();
