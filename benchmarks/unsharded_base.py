@@ -89,7 +89,7 @@ def train(config: RunConfig, dataset: Dataset, overrides: str) -> Outcome:
     """Trains all epochs and tests the best."""
     given, seed, size = config.optim, config.train.seed, config.train.batch_size
     num_epoch_steps = BatchOrder(batch_size=size).num_steps(dataset.num_rows("train"))
-    optim = scale_optim(given, size, num_epoch_steps)
+    optim = scale_optim(given, size, num_epoch_steps, config.train.epochs)
     if given.scaling != "none":
         print(describe(given, optim, size))
     model = stacked(build_model(config.model, dataset.schema, seed=seed))

@@ -257,12 +257,6 @@ def _large_batch_rules(config: RunConfig) -> Iterator[Finding]:
             f"optim.scaling={optim.scaling} without optim.base_batch_size: name the rows per step for which the rates were tuned",
             ("optim.scaling", "optim.base_batch_size"),
         )
-    if optim.scaling == "cowclip" and optim.warmup_steps:
-        yield Finding(
-            f"optim.scaling=cowclip with optim.warmup_steps={optim.warmup_steps}: the rule warms the dense parameters up over one epoch; "
-            "leave optim.warmup_steps at 0, or choose another rule",
-            ("optim.scaling", "optim.warmup_steps"),
-        )
     if optim.clip == "none":
         return
     if planner.kernel != "tiered":

@@ -9,6 +9,9 @@ s is the batch size over the base batch size. A rule multiplies
     sqrt_l2_kept    sqrt(s)     sqrt(s)     1               as it is
     cowclip         sqrt(s)     1           s               one epoch, tables excepted  (Zheng et al., arXiv 2204.06240, table 1)
 
+The warm-up of `cowclip` is the paper's, the first of ten epochs, and a tenth of shorter runs: in a single pass over a stream an epoch
+of warm-up would last to the end. `warmup_steps` that are given win.
+
 What none of them can give is steps: s times the batch is 1/s of the steps in an epoch. `MIN_STEPS` is where accuracy began
 to fall on the sets of `docs/large_batch.md`, whatever the rule.
 """
@@ -24,6 +27,7 @@ ScalingRule = Literal["none", "linear", "sqrt", "sqrt_l2_kept", "cowclip"]
 RULES: tuple[str, ...] = get_args(ScalingRule)
 MIN_STEPS = 500
 COWCLIP_INIT_STD = 1e-2
+WARMUP_EPOCHS = 10  # an epoch of warm-up is for runs of this many or more, a tenth is for shorter ones
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,14 @@ def factors(rule: str, batch_size: int, base_batch_size: int) -> Factors:
     }[rule]
 
 
-def scale_optim(config: OptimConfig, batch_size: int, num_epoch_steps: int) -> OptimConfig:
+def scale_optim(config: OptimConfig, batch_size: int, num_epoch_steps: int, num_epochs: int) -> OptimConfig:
     """Returns the settings for `batch_size`, given those tuned for `config.base_batch_size`. Not collective.
 
     Args:
         config: settings at the base batch size; `scaling` names the rule.
         batch_size: rows of a step, over all ranks that share a model and over micro-batches.
-        num_epoch_steps: optimizer steps of an epoch at `batch_size`: the length of CowClip's warm-up.
+        num_epoch_steps: optimizer steps of an epoch at `batch_size`: the length of CowClip's warm-up in runs of ten epochs or more.
+        num_epochs: epochs of the run.
 
     Raises:
         ConfigError: an unknown rule, or a rule without `base_batch_size`.
@@ -89,8 +94,9 @@ def scale_optim(config: OptimConfig, batch_size: int, num_epoch_steps: int) -> O
     scaled = replace(
         config, lr=config.lr * by.lr, embedding_lr=config.embedding_lr * by.embedding_lr, embedding_l2=config.embedding_l2 * by.embedding_l2
     )
-    if config.scaling == "cowclip":
-        scaled = replace(scaled, warmup_steps=num_epoch_steps, warmup_covers="dense")
+    if config.scaling == "cowclip" and not config.warmup_steps:
+        num_warmup_steps = min(num_epoch_steps, -(-num_epoch_steps * num_epochs // WARMUP_EPOCHS))
+        scaled = replace(scaled, warmup_steps=num_warmup_steps, warmup_covers="dense")
     return scaled
 
 

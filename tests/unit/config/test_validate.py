@@ -136,7 +136,6 @@ RULES: list[tuple[dict[str, object], str]] = [
     ({**TIERED, "planner.tables": {"user": "data_parallel"}}, "planner.tables.user=data_parallel: rows in tiers have one owner"),
     ({**TIERED, "optim.embedding": "rowwise_adagrad", "planner.sharding": "column_wise"}, "mean over all columns of a row"),
     ({"optim.scaling": "sqrt"}, "name the rows per step for which the rates were tuned"),
-    ({"optim.scaling": "cowclip", "optim.base_batch_size": 32, "optim.warmup_steps": 5}, "warms the dense parameters up over one epoch"),
     ({**DENSE, "optim.clip": "cowclip"}, "no row-wise clip; choose planner=tiered"),
     ({**FUSED, "optim.clip": "cowclip"}, "FBGEMM's COWCLIP is another rule"),
     ({"data.validation_fraction": 0.5, "data.test_fraction": 0.5}, "leave no rows to train on"),

@@ -27,11 +27,24 @@ BASE = OptimConfig(lr=1e-3, embedding_lr=2e-3, embedding_l2=1e-5, base_batch_siz
 )
 def test_cowclip_gives_the_published_settings(batch_size: int, lr: float, l2: float) -> None:
     published = replace(BASE, lr=8e-4, embedding_lr=1e-4, scaling="cowclip")
-    scaled = scale_optim(published, batch_size, num_epoch_steps=123)
+    scaled = scale_optim(published, batch_size, num_epoch_steps=123, num_epochs=10)
     assert scaled.lr == pytest.approx(lr, rel=1e-3)
     assert scaled.embedding_l2 == pytest.approx(l2, rel=1e-3)
     assert scaled.embedding_lr == 1e-4
     assert (scaled.warmup_steps, scaled.warmup_covers) == (123, "dense")
+
+
+@given(st.integers(1, 10**6), st.integers(1, 40))
+def test_cowclip_warms_up_for_an_epoch_and_at_most_a_tenth_of_the_run(num_epoch_steps: int, num_epochs: int) -> None:
+    scaled = scale_optim(replace(BASE, scaling="cowclip"), 4096, num_epoch_steps, num_epochs)
+    assert scaled.warmup_steps == (num_epoch_steps if num_epochs >= 10 else -(-num_epoch_steps * num_epochs // 10))
+    assert scaled.warmup_covers == "dense"
+
+
+def test_a_warm_up_that_is_given_wins() -> None:
+    given_settings = replace(BASE, scaling="cowclip", warmup_steps=7, warmup_covers="all")
+    scaled = scale_optim(given_settings, 4096, 123, 10)
+    assert (scaled.warmup_steps, scaled.warmup_covers) == (7, "all")
 
 
 def test_the_rules_differ_as_their_table_says() -> None:
@@ -54,13 +67,13 @@ def test_two_scalings_in_a_row_are_one(rule: str, first: int, second: int, third
 
 @given(st.sampled_from(RULES))
 def test_the_base_batch_keeps_its_rates(rule: str) -> None:
-    scaled = scale_optim(replace(BASE, scaling=rule), 1024, num_epoch_steps=10)
+    scaled = scale_optim(replace(BASE, scaling=rule), 1024, num_epoch_steps=10, num_epochs=10)
     assert (scaled.lr, scaled.embedding_lr, scaled.embedding_l2) == (BASE.lr, BASE.embedding_lr, BASE.embedding_l2)
 
 
 def test_what_cannot_be_scaled_is_refused() -> None:
     with pytest.raises(ConfigError, match="base_batch_size"):
-        scale_optim(replace(BASE, scaling="sqrt", base_batch_size=0), 4096, 10)
+        scale_optim(replace(BASE, scaling="sqrt", base_batch_size=0), 4096, 10, 10)
     with pytest.raises(ConfigError, match="expected one of"):
         factors("cubic", 1, 1)
     with pytest.raises(ConfigError, match="at least 1 row"):
@@ -69,7 +82,7 @@ def test_what_cannot_be_scaled_is_refused() -> None:
 
 def test_the_description_names_every_changed_setting() -> None:
     given_settings = replace(BASE, scaling="cowclip")
-    text = describe(given_settings, scale_optim(given_settings, 131072, 77), 131072)
+    text = describe(given_settings, scale_optim(given_settings, 131072, 77, 10), 131072)
     for part in ("1024 -> 131072", "x128", "lr 0.001 -> 0.0113137", "embedding_lr 0.002 -> 0.002", "1e-05 -> 0.00128", "77 steps"):
         assert part in text
 
