@@ -156,7 +156,7 @@ class _RowOptimizerSpec:
         """Constants of the update rule, by the names that the compiled kernels know. `lr` is not among them: it is set per step.
 
         Args:
-            tables: names of the group's tables, in its order.
+            tables: names of the group's tables, in its order; a shard goes by the name of its whole table.
         """
         options = {"l2": self.l2}
         if self.replays_l2:

@@ -21,7 +21,7 @@ FAST_CASES = [
     Case(("rw", "tw0", "cw"), deferred=True, micro_batches=3),
     Case(("rw", "tw0", "dp"), (MEAN, SUM, MEAN), stock={"c": "dense"}),
     Case(("rw", "tw_last", "rw"), (MEAN, SUM, SUM), optimizer=CLIPPED, uneven=True),
-    Case(("tw0", "rw", "rw"), optimizer=CLIPPED, deferred=True, micro_batches=2),
+    Case(("tw0", "rw", "cw"), optimizer=CLIPPED, deferred=True, micro_batches=2),
     Case(("rw", "tw_last", "cw_same"), (MEAN, MEAN, SUM), optimizer=REPLAYING, uneven=True),
     Case(("tw0", "rw", "rw"), optimizer=replace(CLIPPED, l2_absent_rows="replay"), deferred=True, micro_batches=2),
     Case(("cw", "cw_same", "rw"), (MEAN, SUM, SUM), optimizer=CLIPPED, deferred=True, uneven=True),

@@ -73,7 +73,7 @@ class TableSpec(NamedTuple):
     """One table, or one shard of it, of a row group.
 
     Attributes:
-        name: for messages.
+        name: for messages and in stores; that of a shard by columns is `shard_name` of its table.
         num_rows: ids are in `[0, num_rows)`; at most 2**48.
         dim: columns of this shard, 1 to 2048.
         table_id: part of the key of the initial values; the same for all shards of a table.
@@ -93,6 +93,20 @@ class TableSpec(NamedTuple):
     init_a: float = 0.0
     init_b: float = 0.0
     first_column: int = 0
+
+    @property
+    def whole_table(self) -> str:
+        """Name of the table that this is a shard of, which is what settings by table go by."""
+        return self.name.removesuffix(_columns(self.first_column, self.dim))
+
+
+def shard_name(table: str, first_column: int, dim: int) -> str:
+    """Names the shard of a table that has some of its columns, e.g. `user[8:16]`."""
+    return table + _columns(first_column, dim)
+
+
+def _columns(first: int, count: int) -> str:
+    return f"[{first}:{first + count}]"
 
 
 class Contributions(NamedTuple):

@@ -54,7 +54,7 @@ class RowGroup:
     def _take_source(self, source: Any) -> None:
         """Makes the compiled group over `source`."""
         kind = _WEIGHTS_ONLY if self.optimizer is None else self.optimizer.kind
-        options = {} if self.optimizer is None else self.optimizer.kernel_options([table.name for table in self.tables])
+        options = {} if self.optimizer is None else self.optimizer.kernel_options([table.whole_table for table in self.tables])
         with kernel_errors():
             self._native = torch.classes.kstep.RowGroup(source, kind, options)
         self.handle: int = self._native.handle()

@@ -12,7 +12,7 @@ import torch
 
 from torchrec_kstep.errors import DataError
 from torchrec_kstep.ops import kernels, reference
-from torchrec_kstep.ops.batch import RowGradients, TableSpec
+from torchrec_kstep.ops.batch import RowGradients, TableSpec, shard_name
 from torchrec_kstep.ops.row_group import DramLayout, RowGroup
 from torchrec_kstep.optim_spec import AdamSpec, CowClip, RowwiseAdagradSpec, SgdSpec
 
@@ -457,3 +457,22 @@ def test_large_outputs_are_recycled_only_after_their_tensor_died() -> None:
     for _ in range(8):
         group.pooled(ids.flip(0), offsets, [0])
     assert torch.equal(kept[:, 0], (ids + 1).to(torch.float32))
+
+
+@pytest.mark.parametrize(("first_column", "dim"), [(0, 4), (4, 4), (8, 1)])
+def test_a_shard_by_columns_goes_by_the_name_of_its_table(first_column: int, dim: int) -> None:
+    """Otherwise a table that is exempt from the clip by its exact name would be clipped once its columns are cut."""
+    shard = TableSpec(shard_name("user", first_column, dim), num_rows=3, dim=dim, first_column=first_column)
+    assert (shard.name, shard.whole_table) == (f"user[{first_column}:{first_column + dim}]", "user")
+    assert TableSpec("user[1:2]", num_rows=3, dim=dim, first_column=first_column).whole_table == "user[1:2]"  # a name, no columns of it
+
+
+def test_exempt_tables_stay_exempt_when_their_columns_are_cut() -> None:
+    tables = [TableSpec(shard_name(name, 4, 4), num_rows=2, dim=4, first_column=4) for name in ("clipped", "exempt")]
+    group = RowGroup.in_dram(tables, SgdSpec(lr=1.0, clip=CowClip(ratio=1e-3, zeta=1e-3, exempt=("exempt",))))
+    group.set_step(1.0, 1)
+    ids, offsets = bags([0], [0])
+    group.pooled(ids, offsets, [0, 1]).sum().backward()
+    clipped, exempt = (group.read(index, torch.tensor([0])) for index in (0, 1))
+    assert exempt.tolist() == [[-1.0] * 4]
+    assert 0 > clipped.min() > -0.1

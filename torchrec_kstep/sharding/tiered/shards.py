@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_kstep.errors import PlanError
+from torchrec_kstep.ops.batch import shard_name
 from torchrec_kstep.ops.row_group import RowGroup
 from torchrec_kstep.optim_spec import OptimizerSpec
 from torchrec_kstep.sharding.tiered.rows_tensor import RowBlock, RowsTensor
@@ -69,12 +70,11 @@ def ranks_of(places: Sequence[ShardMetadata]) -> list[int]:
     return sorted(rank for rank in ranks if rank is not None)
 
 
-def shard_name(table: str, place: ShardMetadata, all_places: Sequence[ShardMetadata]) -> str:
-    """Names a shard in its row group: as its table, with its columns where these are cut, e.g. `user[8:16]`."""
+def name_in_group(table: str, place: ShardMetadata, all_places: Sequence[ShardMetadata]) -> str:
+    """Names a shard in its row group: as its table, with its columns where these are cut."""
     if len(column_parts(all_places)) == 1:
         return table
-    first = int(place.shard_offsets[1])
-    return f"{table}[{first}:{first + int(place.shard_sizes[1])}]"
+    return shard_name(table, int(place.shard_offsets[1]), int(place.shard_sizes[1]))
 
 
 def sharded_field(shards: Sequence[TableShard], field: str, process_group: dist.ProcessGroup | None) -> ShardedTensor:

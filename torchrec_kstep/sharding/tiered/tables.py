@@ -16,7 +16,7 @@ from torchrec_kstep.sharding.tiered.initial import initial_values
 from torchrec_kstep.sharding.tiered.kernel import TieredBagKernel, TieredKernel, TieredSequenceKernel
 from torchrec_kstep.sharding.tiered.opening import RowsOpener
 from torchrec_kstep.sharding.tiered.optimizer import TieredOptimizer
-from torchrec_kstep.sharding.tiered.shards import TableShard, column_parts, ranks_of, shard_name, shard_of
+from torchrec_kstep.sharding.tiered.shards import TableShard, column_parts, name_in_group, ranks_of, shard_of
 from torchrec_kstep.sharding.tiered.shares import StoreShare, TierShares, record_bytes
 from torchrec_kstep.storage.table_ids import table_ids
 from torchrec_kstep.torchrec_seam.kernel import CUSTOMIZED_KERNEL, GroupedEmbeddingConfig, ShardedEmbeddingTable
@@ -90,7 +90,7 @@ class TableMaker:
         self._check_columns(table)
         values = initial_values(self.tables[table.name], self.seed)
         return TableSpec(
-            name=shard_name(table.name, table.local_metadata, table.global_metadata.shards_metadata),
+            name=name_in_group(table.name, table.local_metadata, table.global_metadata.shards_metadata),
             num_rows=table.num_embeddings,
             dim=table.local_cols,
             table_id=self._table_ids[table.name],
