@@ -2,7 +2,7 @@
 //
 // Purpose: row_id -> record slot (a 32-bit number: segment ordinal x slots per segment + record).
 // Rows are grouped in chunks of 65,536. A chunk with few materialised rows is a small hash table
-// (about 9 bytes per row at its usual load), a well-filled one a plain array (4 bytes per row), an
+// (8 to 16 bytes per row, by its load), a well-filled one a plain array (4 bytes per row), an
 // untouched one a null pointer; so a table of a billion rows costs 240 KB until rows are touched.
 // Ownership: owns its memory. Thread rule: one thread at a time.
 #pragma once

@@ -13,7 +13,7 @@ def index_memory_bytes(num_rows: int, touched_rows: float) -> int:
     """Expected DRAM of the index of one table whose touched rows are spread evenly over it.
 
     A row that was never touched takes nothing but its share of a pointer; where most rows were touched each takes 4 bytes, where few
-    were each of these takes about 9.
+    were each of these takes 8 to 16, as full as its chunk's hash table is.
     """
     num_full_chunks, rest_rows = divmod(num_rows, _CHUNK_ROWS)
     density = min(touched_rows / num_rows, 1.0)
