@@ -343,6 +343,7 @@ def _enter_run_dir(job: Job, config: RunConfig) -> Path:
     """Finds the run directory, and changes into it where that was asked for."""
     run_dir = open_run_dir(job, config.run_dir, f"{config.model.name}_{config.data.name}")
     if config.chdir:
+        job.on_failure(partial(os.chdir, Path.cwd()))  # the folder may go then
         os.chdir(run_dir)
     return run_dir
 

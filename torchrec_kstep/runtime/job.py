@@ -49,6 +49,7 @@ class Job:
         self.store = store if store is not None else _meet(world, timedelta(seconds=config.start_timeout_s))
         self._watch = Watch(self.store.clone(), world.rank)  # type: ignore[attr-defined]  # absent from torch's stubs only
         self._at_end: list[Callable[[], None]] = []
+        self._on_failure: list[Callable[[], None]] = []
 
     def start(self) -> None:
         """Starts to watch for failures and signals."""
@@ -134,6 +135,7 @@ class Job:
             _say(f"error: rank {first.rank} {first.cause}")
         else:
             self._explain(error)
+        self._clean_up_failure()
         return failure.exit_code(error)
 
     def _explain(self, error: BaseException) -> None:
@@ -181,6 +183,17 @@ class Job:
     def at_end(self, action: Callable[[], None]) -> None:
         """Has `action` called when this rank's part of the job is over, whichever way it ends."""
         self._at_end.append(action)
+
+    def on_failure(self, action: Callable[[], None]) -> None:
+        """Has `action` called when this rank fails, after the cause is told and before its process ends; the last one first."""
+        self._on_failure.append(action)
+
+    def _clean_up_failure(self) -> None:
+        while self._on_failure:
+            try:
+                self._on_failure.pop()()
+            except OSError as error:
+                _say(f"cleaning up after this failed as well: {error}")
 
     def close(self) -> None:
         """Stops the watch thread, gives the signal handlers back, and calls what `at_end` collected. Safe to call twice."""
