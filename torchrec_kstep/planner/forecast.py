@@ -150,15 +150,36 @@ def observation(name: str, made: Forecast, measured: Measured) -> Observation:
 
 
 def comparison_lines(made: Forecast, measured: Measured) -> list[str]:
-    """Predicted and measured, a line per part of the step, and a warning where the machine was far slower than described."""
+    """Predicted and measured, a line per part of the step, and what to make of them.
+
+    After a calibration that is a warning where the machine was far slower than described. Before one the prediction is coarse, and a
+    factor says little of the machine: what it rests on is said instead, and what narrows it.
+    """
     lines = [f"{name}: predicted {predicted}, measured {found}" for name, predicted, found in comparison_rows(made, measured)]
-    if measured.step_s > made.step.seconds + _FAR_ERRORS * made.step.error_s:
+    is_far = measured.step_s > made.step.seconds + _FAR_ERRORS * made.step.error_s
+    if not made.calibration:
+        lines.append(_not_calibrated(made, measured.step_s / made.step.seconds if is_far else None))
+    elif is_far:
         lines.append(
             f"warning: a step took {measured.step_s / made.step.seconds:.1f} times what was predicted for {made.topology.name!r}: other "
             "work on these machines, or drives, links or cores slower than the topology says; `python -m torchrec_kstep.probe` measures "
             "them, `python -m torchrec_kstep.calibrate` fits the times of the software to this run"
         )
     return lines
+
+
+def _not_calibrated(made: Forecast, times_slower: float | None) -> str:
+    """What a prediction without a calibration rests on."""
+    origin, probe = "probes of these machines", ""
+    if not made.topology.is_measured:
+        origin = f"what is declared for {made.topology.name!r}"
+        probe = "`python -m torchrec_kstep.probe --out machine.yaml` measures these machines, and "
+    told = f", and a step took {times_slower:.1f} times that" if times_slower is not None else ""
+    return (
+        f"not calibrated: predicted from {origin} alone, with times of the software from another machine{told}; {probe}"
+        "`python -m torchrec_kstep.calibrate --topology machine.yaml RUN RUN RUN...` fits those times to runs with "
+        "planner.topology=machine.yaml, which narrows the prediction (docs/planner.md)"
+    )
 
 
 def comparison_rows(made: Forecast, measured: Measured) -> list[tuple[str, str, str]]:

@@ -68,12 +68,30 @@ def test_prediction_and_reality_are_kept_in_the_run_directory(tmp_path: Path) ->
     assert "rows read from SSD per step, rank 0" in text
 
 
-@pytest.mark.parametrize(("slower", "is_told"), [(0.5, False), (1.05, False), (4.0, True)])
+SLOWER = [(0.5, False), (1.05, False), (4.0, True)]
+
+
+@pytest.mark.parametrize(("slower", "is_told"), SLOWER)
 def test_machines_far_slower_than_described_are_told(slower: float, is_told: bool) -> None:
     """A drive that reaches a quarter of what the topology declares must not pass unnoticed."""
-    made = forecast(dram_bytes_per_host=64 << 20)
+    made = replace(forecast(dram_bytes_per_host=64 << 20), calibration="calibrated on 20 runs")
     lines = comparison_lines(made, Measured(100, slower * made.step.seconds, 0.0))
     assert any(line.startswith("warning: a step took 4.0 times what was predicted") for line in lines) == is_told
+    assert not any("not calibrated" in line for line in lines)
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+@pytest.mark.parametrize(("slower", "is_told"), SLOWER)
+def test_before_a_calibration_the_comparison_says_what_it_rests_on(slower: float, is_told: bool, is_measured: bool) -> None:
+    """Predictions that rest on probes alone are missed by factors: no alarm, but what narrows them."""
+    made = forecast(dram_bytes_per_host=64 << 20)
+    made = replace(made, topology=replace(made.topology, is_measured=is_measured))
+    *figures, note = comparison_lines(made, Measured(100, slower * made.step.seconds, 0.0))
+    assert not any(line.startswith(("warning", "not calibrated")) for line in figures)
+    assert note.startswith(f"not calibrated: predicted from {'probes of these machines' if is_measured else 'what is declared for '}")
+    assert "`python -m torchrec_kstep.calibrate --topology machine.yaml" in note
+    assert ("`python -m torchrec_kstep.probe --out machine.yaml`" in note) == (not is_measured), "declared machines are to be measured first"
+    assert ("a step took 4.0 times that" in note) == is_told
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": 2}', '{"format": 1}'])
