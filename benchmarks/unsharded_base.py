@@ -89,14 +89,15 @@ def train(config: RunConfig, dataset: Dataset, overrides: str) -> Outcome:
     """Trains all epochs and tests the best."""
     given, seed, size = config.optim, config.train.seed, config.train.batch_size
     num_epoch_steps = BatchOrder(batch_size=size).num_steps(dataset.num_rows("train"))
-    optim = scale_optim(given, size, num_epoch_steps, config.train.epochs)
+    num_steps = num_epoch_steps * config.train.epochs
+    optim = scale_optim(given, size, num_epoch_steps, num_steps)
     if given.scaling != "none":
         print(describe(given, optim, size))
     model = stacked(build_model(config.model, dataset.schema, seed=seed))
     assert config.model.pooling == "sum", "made for sums of bags"
     data, model.feature_of_column = read_splits(dataset, model.first_row, len(model.table) - 1)
     optimizer = optimizer_of(model, optim)
-    schedule = LrSchedule(optimizer, optim, num_epoch_steps * config.train.epochs)
+    schedule = LrSchedule(optimizer, optim, num_steps)
     best: tuple[int, CTRReport, CTRReport] | None = None
     begin_s, step = time.perf_counter(), 0
     for epoch in range(config.train.epochs):

@@ -287,7 +287,8 @@ def scale_to_batch(config: RunConfig, world: World, dataset: Dataset) -> RunConf
     """Returns the configuration with rates for the batch that this job trains with, as `optim.scaling` says."""
     order = batch_order(config, world)
     num_epoch_steps = order.num_steps(dataset.num_rows("train"))
-    return replace(config, optim=scale_optim(config.optim, order.global_batch_size, num_epoch_steps, config.train.epochs))
+    num_steps = num_total_steps(config, world, dataset)
+    return replace(config, optim=scale_optim(config.optim, order.global_batch_size, num_epoch_steps, num_steps))
 
 
 def scaling_lines(given: RunConfig, scaled: RunConfig, world: World, dataset: Dataset) -> list[str]:

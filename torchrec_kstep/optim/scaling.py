@@ -9,8 +9,8 @@ s is the batch size over the base batch size. A rule multiplies
     sqrt_l2_kept    sqrt(s)     sqrt(s)     1               as it is
     cowclip         sqrt(s)     1           s               one epoch, tables excepted  (Zheng et al., arXiv 2204.06240, table 1)
 
-The warm-up of `cowclip` is the paper's, the first of ten epochs, and a tenth of shorter runs: in a single pass over a stream an epoch
-of warm-up would last to the end. `warmup_steps` that are given win.
+The warm-up of `cowclip` is the paper's, the first of ten epochs, and a tenth of shorter runs: in a single pass over a stream, or in one cut
+short by `train.max_steps`, an epoch of warm-up would last to the end. `warmup_steps` that are given win.
 
 What none of them can give is steps: s times the batch is 1/s of the steps in an epoch. `MIN_STEPS` is where accuracy began
 to fall on the sets of `docs/large_batch.md`, whatever the rule.
@@ -27,7 +27,7 @@ ScalingRule = Literal["none", "linear", "sqrt", "sqrt_l2_kept", "cowclip"]
 RULES: tuple[str, ...] = get_args(ScalingRule)
 MIN_STEPS = 500
 COWCLIP_INIT_STD = 1e-2
-WARMUP_EPOCHS = 10  # an epoch of warm-up is for runs of this many or more, a tenth is for shorter ones
+STEPS_PER_WARMUP_STEP = 10  # at least, over a whole run: the paper warms up for one of ten epochs
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ def factors(rule: str, batch_size: int, base_batch_size: int) -> Factors:
     }[rule]
 
 
-def scale_optim(config: OptimConfig, batch_size: int, num_epoch_steps: int, num_epochs: int) -> OptimConfig:
+def scale_optim(config: OptimConfig, batch_size: int, num_epoch_steps: int, num_total_steps: int) -> OptimConfig:
     """Returns the settings for `batch_size`, given those tuned for `config.base_batch_size`. Not collective.
 
     Args:
         config: settings at the base batch size; `scaling` names the rule.
         batch_size: rows of a step, over all ranks that share a model and over micro-batches.
         num_epoch_steps: optimizer steps of an epoch at `batch_size`: the length of CowClip's warm-up in runs of ten epochs or more.
-        num_epochs: epochs of the run.
+        num_total_steps: optimizer steps of the whole run at `batch_size`.
 
     Raises:
         ConfigError: an unknown rule, or a rule without `base_batch_size`.
@@ -95,7 +95,7 @@ def scale_optim(config: OptimConfig, batch_size: int, num_epoch_steps: int, num_
         config, lr=config.lr * by.lr, embedding_lr=config.embedding_lr * by.embedding_lr, embedding_l2=config.embedding_l2 * by.embedding_l2
     )
     if config.scaling == "cowclip" and not config.warmup_steps:
-        num_warmup_steps = min(num_epoch_steps, -(-num_epoch_steps * num_epochs // WARMUP_EPOCHS))
+        num_warmup_steps = min(num_epoch_steps, math.ceil(num_total_steps / STEPS_PER_WARMUP_STEP))
         scaled = replace(scaled, warmup_steps=num_warmup_steps, warmup_covers="dense")
     return scaled
 

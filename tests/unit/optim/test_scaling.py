@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_kstep.config.schema import OptimConfig
+from torchrec_kstep.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
+from torchrec_kstep.data import open_dataset
 from torchrec_kstep.errors import ConfigError
 from torchrec_kstep.optim.scaling import RULES, describe, factors, scale_optim, warnings
+from torchrec_kstep.train import batch_order, scale_to_batch
+from torchrec_kstep.world import World
 
 BASE = OptimConfig(lr=1e-3, embedding_lr=2e-3, embedding_l2=1e-5, base_batch_size=1024)
 
@@ -27,23 +30,39 @@ BASE = OptimConfig(lr=1e-3, embedding_lr=2e-3, embedding_l2=1e-5, base_batch_siz
 )
 def test_cowclip_gives_the_published_settings(batch_size: int, lr: float, l2: float) -> None:
     published = replace(BASE, lr=8e-4, embedding_lr=1e-4, scaling="cowclip")
-    scaled = scale_optim(published, batch_size, num_epoch_steps=123, num_epochs=10)
+    scaled = scale_optim(published, batch_size, num_epoch_steps=123, num_total_steps=1230)
     assert scaled.lr == pytest.approx(lr, rel=1e-3)
     assert scaled.embedding_l2 == pytest.approx(l2, rel=1e-3)
     assert scaled.embedding_lr == 1e-4
     assert (scaled.warmup_steps, scaled.warmup_covers) == (123, "dense")
 
 
-@given(st.integers(1, 10**6), st.integers(1, 40))
-def test_cowclip_warms_up_for_an_epoch_and_at_most_a_tenth_of_the_run(num_epoch_steps: int, num_epochs: int) -> None:
-    scaled = scale_optim(replace(BASE, scaling="cowclip"), 4096, num_epoch_steps, num_epochs)
-    assert scaled.warmup_steps == (num_epoch_steps if num_epochs >= 10 else -(-num_epoch_steps * num_epochs // 10))
+@given(st.integers(1, 10**6), st.integers(1, 4 * 10**7))
+def test_cowclip_warms_up_for_an_epoch_and_at_most_a_tenth_of_the_run(num_epoch_steps: int, num_total_steps: int) -> None:
+    scaled = scale_optim(replace(BASE, scaling="cowclip"), 4096, num_epoch_steps, num_total_steps)
+    assert scaled.warmup_steps == (num_epoch_steps if num_total_steps >= 10 * num_epoch_steps else -(-num_total_steps // 10))
     assert scaled.warmup_covers == "dense"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "num_warmup_steps"),
+    [(1, 0, 4), (10, 0, 32), (20, 0, 32), (20, 1000, 32), (20, 310, 31), (20, 32, 4), (1, 5, 1), (1, 10**6, 4)],
+)
+def test_the_warm_up_of_a_run_follows_the_steps_that_it_takes(epochs: int, max_steps: int, num_warmup_steps: int) -> None:
+    """An epoch, 32 steps of it, may be more than a run that max_steps cuts short."""
+    config = RunConfig(
+        data=DataConfig(name="synthetic", limit=3200),
+        train=TrainConfig(epochs=epochs, max_steps=max_steps, batch_size=50),
+        optim=replace(BASE, scaling="cowclip"),
+    )
+    world, dataset = World(0, 2, 0, 2), open_dataset(config.data)
+    assert batch_order(config, world).num_steps(dataset.num_rows("train")) == 32
+    assert scale_to_batch(config, world, dataset).optim.warmup_steps == num_warmup_steps
 
 
 def test_a_warm_up_that_is_given_wins() -> None:
     given_settings = replace(BASE, scaling="cowclip", warmup_steps=7, warmup_covers="all")
-    scaled = scale_optim(given_settings, 4096, 123, 10)
+    scaled = scale_optim(given_settings, 4096, 123, 1230)
     assert (scaled.warmup_steps, scaled.warmup_covers) == (7, "all")
 
 
@@ -67,13 +86,13 @@ def test_two_scalings_in_a_row_are_one(rule: str, first: int, second: int, third
 
 @given(st.sampled_from(RULES))
 def test_the_base_batch_keeps_its_rates(rule: str) -> None:
-    scaled = scale_optim(replace(BASE, scaling=rule), 1024, num_epoch_steps=10, num_epochs=10)
+    scaled = scale_optim(replace(BASE, scaling=rule), 1024, num_epoch_steps=10, num_total_steps=100)
     assert (scaled.lr, scaled.embedding_lr, scaled.embedding_l2) == (BASE.lr, BASE.embedding_lr, BASE.embedding_l2)
 
 
 def test_what_cannot_be_scaled_is_refused() -> None:
     with pytest.raises(ConfigError, match="base_batch_size"):
-        scale_optim(replace(BASE, scaling="sqrt", base_batch_size=0), 4096, 10, 10)
+        scale_optim(replace(BASE, scaling="sqrt", base_batch_size=0), 4096, 10, 100)
     with pytest.raises(ConfigError, match="expected one of"):
         factors("cubic", 1, 1)
     with pytest.raises(ConfigError, match="at least 1 row"):
@@ -82,7 +101,7 @@ def test_what_cannot_be_scaled_is_refused() -> None:
 
 def test_the_description_names_every_changed_setting() -> None:
     given_settings = replace(BASE, scaling="cowclip")
-    text = describe(given_settings, scale_optim(given_settings, 131072, 77, 10), 131072)
+    text = describe(given_settings, scale_optim(given_settings, 131072, 77, 770), 131072)
     for part in ("1024 -> 131072", "x128", "lr 0.001 -> 0.0113137", "embedding_lr 0.002 -> 0.002", "1e-05 -> 0.00128", "77 steps"):
         assert part in text
 
