@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from torchrec_kstep.cost import AccessCurve, Machine, StepSetup, Table
+from torchrec_kstep.cost.machine import EXCHANGE_COLUMNS
 from torchrec_kstep.cost.price import price
 from torchrec_kstep.planner.options import Wishes, classes_of, rank_sets
 from torchrec_kstep.planner.search import Problem, solve
@@ -116,6 +117,48 @@ def test_problem_and_price_agree(seed: int) -> None:
     assert price(problem.machine, work).seconds == pytest.approx(problem.score(choice).step_s, rel=1e-9)
     use = problem.totals(choice)[1]
     assert problem.machine.pool_use(memory) == pytest.approx(use)
+
+
+def row_or_column_wise(num_tables: int, num_hosts: int) -> Problem:
+    """Tables that columns suit a little better than rows, each by less than the exchange costs that the first one brings."""
+    host = Host(
+        "host",
+        (NumaNode("numa0", 64_000 * MIB, 1e10, 6e9, 4),),
+        Exchange(4e9, 50.0),
+        nics=(Nic("nic0", 1e10),),
+        links=(Link(("numa0", "nic0"), 1e11, 0.0),),
+    )
+    setup = StepSetup(2048, world_size=2, local_world_size=2 // num_hosts)
+    machine = Machine.of(ClusterTopology("c", (host,)).with_hosts(num_hosts), setup)
+    # None is like another, so that classes of equal tables are no help.
+    tables = [Table(f"t{rows}", rows, 16, AccessCurve.zipf(rows, 0.0), 1.0, 1, 64) for rows in range(200, 200 + num_tables)]
+    return Problem(machine, classes_of(tables, setup, [Wishes(("row_wise", "column_wise"), ("dram",))] * num_tables, on_device=False))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("doublings", [1, 2, 4, 6])
+def test_norms_let_the_first_table_be_cut_in_another_way(doublings: int, num_hosts: int) -> None:
+    """The first pays for an exchange of its own alone; by the price itself it never goes, though all together gain by it."""
+    problem = row_or_column_wise(24, num_hosts)
+    ways = [[option.sharding for option in problem.classes[index].options] for index in problem.class_of]
+    rows, columns = (np.array([names.index(way) for names in ways]) for way in ("row_wise", "column_wise"))
+    first = np.where(np.arange(len(rows)) == 0, columns, rows)
+    assert problem.score(columns).step_s < 0.95 * problem.score(rows).step_s
+    assert problem.score(first).step_s > problem.score(rows).step_s, "else no norm is needed"
+    assert (improved(problem, rows, 10) == rows).all()
+    assert problem.score(improved(problem, rows, 10, doublings)).step_s <= problem.score(columns).step_s * (1 + 1e-9)
+
+
+def test_further_ways_to_cut_tables_count_in_the_price_and_in_no_norm() -> None:
+    problem = row_or_column_wise(2, num_hosts=1)
+    one_way = problem.base_loads[None].copy()
+    one_way[0, -len(EXCHANGE_COLUMNS)] = 2
+    two_ways = problem.base_loads[None].copy()
+    two_ways[0, -len(EXCHANGE_COLUMNS) :][:2] = 1
+    assert problem.again_s > 0
+    added = {n: float(problem.step_seconds(two_ways, n)[0][0] - problem.step_seconds(one_way, n)[0][0]) for n in range(7)}
+    assert added.pop(0) == pytest.approx(problem.again_s)
+    assert set(added.values()) == {0.0}
 
 
 def test_equal_tables_share_a_class() -> None:
