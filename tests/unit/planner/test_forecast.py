@@ -90,7 +90,7 @@ def test_before_a_calibration_the_comparison_says_what_it_rests_on(slower: float
     assert not any(line.startswith(("warning", "not calibrated")) for line in figures)
     assert note.startswith(f"not calibrated: predicted from {'probes of these machines' if is_measured else 'what is declared for '}")
     assert "`python -m torchrec_kstep.calibrate --topology machine.yaml" in note
-    assert ("`python -m torchrec_kstep.probe --out machine.yaml`" in note) == (not is_measured), "declared machines are to be measured first"
+    assert ("`python -m torchrec_kstep.probe --out machine.yaml`" in note) == (not is_measured), "declared machines are measured first"
     assert ("a step took 4.0 times that" in note) == is_told
 
 
