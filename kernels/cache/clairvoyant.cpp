@@ -7,12 +7,13 @@
 namespace kstep {
 namespace {
 
-constexpr std::size_t kMinSamples = 256;
+constexpr std::size_t kMinSamples = 256;  // before the first replay, and between two
 constexpr std::size_t kNever = SIZE_MAX;
 
 }  // namespace
 
 void ClairvoyantEstimator::add(std::uint64_t key, bool is_hit) {
+  ++num_new_;
   if (samples_.size() < kMaxSamples) {
     samples_.push_back({key, is_hit});
     return;
@@ -21,10 +22,17 @@ void ClairvoyantEstimator::add(std::uint64_t key, bool is_hit) {
   next_ = (next_ + 1) % kMaxSamples;
 }
 
-double ClairvoyantEstimator::share_of_optimum() const {
+double ClairvoyantEstimator::share_of_optimum() {
+  if (num_new_ < std::max(kMinSamples, samples_.size() / 8)) return share_;
+  share_ = replay();
+  num_new_ = 0;
+  return share_;
+}
+
+double ClairvoyantEstimator::replay() const {
   const std::size_t n = samples_.size();
   const std::size_t capacity = num_slots_ / kSampling;
-  if (n < kMinSamples || capacity == 0) return 0.0;
+  if (capacity == 0) return 0.0;
   auto at = [&](std::size_t i) -> const Sample& { return samples_[(next_ + i) % n]; };
   std::vector<std::size_t> next_use(n);
   std::unordered_map<std::uint64_t, std::size_t> seen;

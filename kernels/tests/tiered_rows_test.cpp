@@ -12,7 +12,6 @@
 #include <random>
 #include <thread>
 
-#include "cache/clairvoyant.h"
 #include "cache/row_cache.h"
 #include "compute/initial_values.h"
 #include "storage/snapshot_reader.h"
@@ -585,15 +584,6 @@ TEST(RowCache, NeverEvictsPinnedRowsAndKeepsAnnouncedOnesLongest) {
     cache->erase(victim);
   }
   EXPECT_EQ(cache->choose_victim(3), kNoCacheSlot);
-}
-
-TEST(Clairvoyant, IsOneForTheOptimumAndLessForWorse) {
-  ClairvoyantEstimator estimator(64 * 100);
-  std::mt19937_64 rng(1);
-  for (int i = 0; i < 400000; ++i) estimator.record(rng() % 12800, i % 4 == 0);  // 200 sampled keys, 100 slots
-  const double share = estimator.share_of_optimum();
-  EXPECT_GT(share, 0.25);
-  EXPECT_LT(share, 0.5);
 }
 
 }  // namespace
