@@ -45,6 +45,7 @@ from torchrec_kstep.world import World
 
 EXIT_FAILURE, EXIT_USAGE = 1, 2
 _MAX_TABLES = 100_000
+_MAX_ROWS = 1 << 48  # of a row store
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,8 @@ def _subject_of_tables(args: argparse.Namespace) -> _Subject:
     constraints = {}
     for text in args.table:
         for config, ids in parse_table(text, len(configs)):
+            if config.name in constraints:
+                raise ConfigError(f"--table {text}: table '{config.name}' was given before; give each --table a name=TEXT of its own")
             configs.append(config)
             constraints[config.name] = ParameterConstraints(pooling_factors=[ids])
     module = nn.Sequential(EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
@@ -213,9 +216,13 @@ def parse_table(text: str, first: int) -> list[tuple[EmbeddingBagConfig, float]]
         rows, dim, ids, count = (float(values.get(key, "1")) for key in ("rows", "dim", "ids", "count"))
     except ValueError as error:
         raise ConfigError(f"--table {text}: {error}") from error
-    whole = all(number == int(number) and number >= 1 for number in (rows, dim, count))
-    if not whole or not ids > 0 or count > _MAX_TABLES or dim % 4:
-        raise ConfigError(f"--table {text}: expected whole rows, dim (a multiple of 4) and count of at least 1, and ids above 0")
+    whole = all(number.is_integer() and number >= 1 for number in (rows, dim, count))
+    if not whole or not 0 < ids < math.inf or rows > _MAX_ROWS or count > _MAX_TABLES or dim % 4:
+        raise ConfigError(
+            f"--table {text}: expected whole rows (at most 2^48), dim (a multiple of 4) and count of at least 1, and finite ids above 0"
+        )
+    if not values.get("name", "t") or "." in values.get("name", ""):
+        raise ConfigError(f"--table {text}: a table's name becomes that of a parameter: expected some text without '.'")
     names = [
         values.get("name", f"t{first + index}") + (f"_{index}" if "name" in values and count > 1 else "") for index in range(int(count))
     ]
@@ -235,6 +242,22 @@ def _numbers(text: str) -> list[int]:
     return values
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _exponent(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number not below 0, got {text!r}")
+    return value
+
+
 def _size(text: str) -> int:
     try:
         return parse_bytes(text)
@@ -250,15 +273,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--topology", default="", metavar="NAME|FILE", help="the machines; default: this one")
     parser.add_argument("--calibration", default="", metavar="FILE", help="fitted coefficients; default: those beside the topology's file")
     parser.add_argument("--hosts", type=_numbers, metavar="N[,N...]", help="as many hosts like the topology's; several: compare")
-    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="default: one per device, or one")
+    parser.add_argument("--ranks-per-host", type=_positive, metavar="N", help="default: one per device, or one")
     parser.add_argument("--k", type=_numbers, metavar="K[,K...]", help="each host a replica, merged every K steps; 0: all share one model")
-    parser.add_argument("--batch", type=int, metavar="N", help="rows of data per rank")
+    parser.add_argument("--batch", type=_positive, metavar="N", help="rows of data per rank")
     parser.add_argument("--table", action="append", metavar="rows=N,dim=N[,ids=N][,count=N][,name=TEXT]", help="tables instead of a run's")
     parser.add_argument("--kernel", choices=("tiered", "fused", "dense"), default="tiered", help="with --table")
     parser.add_argument("--optimizer", metavar="NAME", help="with --table, as optim.embedding; default adam, fused: rowwise_adagrad")
     parser.add_argument("--dram", type=_size, metavar="SIZE", help="with --table: DRAM for rows per host; default: what it has")
     parser.add_argument("--ssd-path", action="append", metavar="FOLDER", help="with --table on this machine: one per drive")
-    parser.add_argument("--zipf", type=float, default=DEFAULT_ZIPF_EXPONENT, metavar="S", help="of tables without a trace; default 1.05")
+    parser.add_argument(
+        "--zipf", type=_exponent, default=DEFAULT_ZIPF_EXPONENT, metavar="S", help="of tables without a trace; default 1.05"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan")
     return parser

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchrec_kstep.errors import ConfigError, CorruptionError, KStepError
+from torchrec_kstep.errors import ConfigError, KStepError, StorageError
 from torchrec_kstep.ops.batch import TableSpec
 from torchrec_kstep.optim_spec import AdamSpec, OptimizerSpec, RowwiseAdagradSpec, SgdSpec
 from torchrec_kstep.storage import maintenance
@@ -48,13 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    """Prints snapshots, tables, space and the segment map of each store."""
+    """Prints snapshots, tables, space and the segment map of each store; 1 if a snapshot cannot be opened."""
     svgs = []
+    status = 0
     for paths in maintenance.find_stores(args.paths):
         print(f"row store at {', '.join(paths)}" + (" (open for training now)" if maintenance.is_open_elsewhere(paths) else ""))
         names = Snapshot.names(paths)
-        if not names:
+        damaged = sorted(set(Snapshot.all_names(paths)) - set(names))
+        for name in damaged:
+            status = EXIT_DAMAGE
+            print(f"  snapshot {name}: cannot be opened: {_damage_of(paths, name)}")
+        if not names and not damaged:
             print("  no snapshots: only snapshots outlive a run")
+        if not names:
             continue
         for name in names:
             print(f"  snapshot {_snapshot_line(Snapshot.open(paths, name))}")
@@ -65,9 +71,12 @@ def run_inspect(args: argparse.Namespace) -> int:
     if args.svg is not None:
         if len(svgs) != 1:
             raise ConfigError(f"--svg draws one store with a snapshot, found {len(svgs)}: name the folder of one rank")
-        args.svg.write_text(svgs[0], encoding="utf-8")
+        try:
+            args.svg.write_text(svgs[0], encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--svg {args.svg}: the picture cannot be written: {error.strerror}") from error
         print(f"picture: {args.svg}")
-    return 0
+    return status
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -82,7 +91,7 @@ def run_verify(args: argparse.Namespace) -> int:
                 report = Snapshot.open(paths, name).verify()
                 failures = list(report.failures)
                 read = f"{report.num_live_records:,} rows, {report.num_records:,} records, {format_bytes(report.file_bytes)}"
-            except CorruptionError as error:
+            except StorageError as error:
                 failures, read = [str(error)], "cannot be opened"
             print(f"{paths[0]}: snapshot {name}: {read}: " + (f"{len(failures)} failures" if failures else "sound"))
             for failure in failures:
@@ -159,7 +168,7 @@ def _whole(text: str, number: str) -> int:
         value = float(number)
     except ValueError as error:
         raise ConfigError(f"--table {text}: {number!r} is no number") from error
-    if value != int(value):
+    if not value.is_integer():  # nor is nan, nor infinity
         raise ConfigError(f"--table {text}: {number!r} is no whole number")
     return int(value)
 
@@ -215,6 +224,20 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
+def _damage_of(paths: list[str], name: str) -> str:
+    try:
+        Snapshot.open(paths, name)
+    except StorageError as error:
+        return str(error)
+    return "its manifest is of another store"
+
+
+def _name(text: str) -> str:
+    if not text:  # an unset variable of a shell must not stand for the newest
+        raise argparse.ArgumentTypeError("expected the name of a snapshot, got an empty text; leave the option out for its default")
+    return text
+
+
 def _size(text: str) -> int:
     try:
         return parse_bytes(text)
@@ -233,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def with_store(added: argparse.ArgumentParser, snapshot: str) -> argparse.ArgumentParser:
         added.add_argument("paths", nargs="+", metavar="PATH", help="the ssd_paths of a run, or the folders of one rank below them")
-        added.add_argument("--snapshot", metavar="NAME", help=snapshot)
+        added.add_argument("--snapshot", type=_name, metavar="NAME", help=snapshot)
         return added
 
     inspect = with_store(
@@ -242,7 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--svg", type=Path, metavar="FILE", help="also write the segment map as a picture")
     with_store(command("verify", run_verify, "check every checksum; exit status 1 if anything is damaged"), "check only this one")
     compact = with_store(command("compact", run_compact, "write a snapshot anew without stale records"), "default: the newest")
-    compact.add_argument("--into", metavar="NAME", help="name of the new snapshot; default: the old name with -compact")
+    compact.add_argument("--into", type=_name, metavar="NAME", help="name of the new snapshot; default: the old name with -compact")
     compact.add_argument("--keep", action="store_true", help="do not delete the old snapshot")
     exported = with_store(command("export", run_export, "write tables to files"), "default: the newest")
     exported.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="one file per table is written there")

@@ -72,6 +72,8 @@ def read_yaml(file: Path) -> YamlFile:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{file}:{line}: no valid YAML: {error.problem}") from error
+    except (yaml.YAMLError, RecursionError) as error:  # a character that YAML forbids, or brackets without end
+        raise ConfigError(f"{file}: no valid YAML: {str(error).splitlines()[0]}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{file}: {str(error).splitlines()[0]}") from error
     if not isinstance(values, dict):

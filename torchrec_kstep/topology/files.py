@@ -110,8 +110,8 @@ def _count(value: object) -> int:
 
 
 def _ratio(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 1:
-        raise ConfigError(f"expected a number of at least 1, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 1e6:
+        raise ConfigError(f"expected a number from 1 to 1,000,000, got {value!r}")
     return float(value)
 
 

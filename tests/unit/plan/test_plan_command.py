@@ -63,6 +63,45 @@ def test_what_is_wrong_is_told_in_one_error(arguments: list[str], status: int, s
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "values", ["rows=nan", "rows=inf", "rows=1e400", "rows=1e19", "dim=inf", "count=nan", "ids=nan", "ids=inf", "ids=0"]
+)
+def test_a_number_of_a_table_is_finite_and_in_range(values: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table = ",".join(({"rows": "rows=1e6", "dim": "dim=8"} | {values.partition("=")[0]: values}).values())
+    assert plan.main(["--table", table]) == 2
+    assert f"--table {table}: expected whole rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        (["rows=9,dim=8,name="], "expected some text without '.'"),
+        (["rows=9,dim=8,name=a.b"], "expected some text without '.'"),
+        (["rows=9,dim=8,name=../x"], "expected some text without '.'"),
+        (["rows=9,dim=8,name=a", "rows=8,dim=8,name=a"], "table 'a' was given before"),
+        (["rows=9,dim=8", "rows=8,dim=8,name=t0"], "table 't0' was given before"),
+    ],
+)
+def test_a_table_has_a_name_of_its_own(tables: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([part for table in tables for part in ("--table", table)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--batch", "--ranks-per-host"])
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "nan", ""])
+def test_a_count_of_nothing_is_not_the_default(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan.main([f"{option}={text}", *TABLES])
+    assert f"argument {option}: expected a whole number of at least 1, got {text!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "much"])
+def test_an_exponent_is_finite_and_not_negative(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan.main([f"--zipf={text}", *TABLES])
+    assert f"argument --zipf: expected a finite number not below 0, got {text!r}" in capsys.readouterr().err
+
+
 def test_a_table_of_words() -> None:
     assert [(config.name, config.num_embeddings, ids) for config, ids in plan.parse_table("rows=1e3,dim=8,count=2,ids=2.5", 4)] == [
         ("t4", 1000, 2.5),

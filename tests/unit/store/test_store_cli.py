@@ -1,5 +1,6 @@
 """Layer 2, in process: every command of `python -m torchrec_kstep.store`, on small stores, sound and damaged."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -250,6 +251,9 @@ def test_all_stores_of_a_run_are_found(tmp_path: Path, capsys: pytest.CaptureFix
         (["--table", "rows=10"], "expected rows=N,dim=N"),
         (["--table", "rows=ten,dim=8"], "'ten' is no number"),
         (["--table", "rows=1.5,dim=8"], "no whole number"),
+        (["--table", "rows=nan,dim=8"], "'nan' is no whole number"),
+        (["--table", "rows=inf,dim=8"], "'inf' is no whole number"),
+        (["--table", "rows=1e400,dim=8"], "'1e400' is no whole number"),
         (["--table", "rows=10,dim=8,color=red"], "expected rows=N,dim=N"),
         (["--table", "rows=10,dim=8,touched=11"], "touched at most rows"),
         (["--table", "rows=10,dim=4096"], "dim 1 to 2048"),
@@ -278,3 +282,43 @@ def test_the_module_runs_as_a_program(trained: tuple[Path, RowGroup]) -> None:
     done = subprocess.run([*command[:3], "estimate", "--dram", "8"], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 2
     assert "cannot read '8' as a size" in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "missing"])
+def test_inspect_tells_of_a_snapshot_that_cannot_be_opened(
+    damage: str, trained: tuple[Path, RowGroup], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (manifest,) = trained[0].rglob("second/MANIFEST")
+    content = manifest.read_bytes()
+    if damage == "missing":
+        manifest.unlink()
+    else:
+        half = len(content) // 2
+        flipped = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+        manifest.write_bytes({"truncated": content[:half], "flipped": flipped, "empty": b""}[damage])
+    status, out, _ = run(capsys, "inspect", trained[0] / "ssd")
+    assert status == store.EXIT_DAMAGE
+    assert "snapshot second: cannot be opened: " in out
+    assert "snapshot first, table by table" in out
+    status, out, _ = run(capsys, "verify", trained[0] / "ssd")
+    assert (status, "snapshot first: " in out, "snapshot second: cannot be opened" in out) == (store.EXIT_DAMAGE, True, True)
+    shutil.rmtree(manifest.parent.parent / "first")
+    status, out, _ = run(capsys, "inspect", trained[0] / "ssd")
+    assert (status, "no snapshots" in out) == (store.EXIT_DAMAGE, False)
+
+
+@pytest.mark.parametrize("arguments", [["--snapshot", ""], ["--into", ""]])
+def test_an_empty_name_does_not_stand_for_the_newest_snapshot(
+    arguments: list[str], trained: tuple[Path, RowGroup], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = file_hashes(trained[0])
+    with pytest.raises(SystemExit, match="2"):
+        store.main(["compact", str(trained[0] / "ssd"), *arguments])
+    assert f"argument {arguments[0]}: expected the name of a snapshot" in capsys.readouterr().err
+    assert file_hashes(trained[0]) == before
+
+
+def test_a_picture_that_cannot_be_written_is_told(trained: tuple[Path, RowGroup], capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "inspect", trained[0] / "ssd", "--svg", trained[0] / "nowhere" / "a.svg")
+    assert status == 2
+    assert "the picture cannot be written: No such file or directory" in err
