@@ -31,6 +31,19 @@ Status FileCache::open(std::uint64_t key, const std::string& path, OpenMode mode
   return {};
 }
 
-void FileCache::release(std::uint64_t key) { --entries_.at(key).num_pins; }
+void FileCache::release(std::uint64_t key) {
+  const auto it = entries_.find(key);
+  if (--it->second.num_pins == 0 && it->second.is_leaving) entries_.erase(it);
+}
+
+void FileCache::close(std::uint64_t key) {
+  const auto it = entries_.find(key);
+  if (it == entries_.end()) return;
+  if (it->second.num_pins == 0) {
+    entries_.erase(it);
+  } else {
+    it->second.is_leaving = true;
+  }
+}
 
 }  // namespace kstep

@@ -22,8 +22,8 @@ class FileCache {
   // is reached; Full when every file is pinned (release some and try again). REQUIRES: find(key) is null.
   Status open(std::uint64_t key, const std::string& path, OpenMode mode, bool direct, File** out);
   void release(std::uint64_t key);
-  // Closes the file of `key` if it is open. REQUIRES: not pinned.
-  void close(std::uint64_t key) { entries_.erase(key); }
+  // Closes the file of `key` if it is open; one that is pinned, when its last pin goes.
+  void close(std::uint64_t key);
 
   std::uint32_t max_open_files() const { return max_open_files_; }
   std::size_t num_open() const { return entries_.size(); }
@@ -32,6 +32,7 @@ class FileCache {
   struct Entry {
     std::unique_ptr<File> file;
     std::uint32_t num_pins = 0;
+    bool is_leaving = false;  // to be closed when its last pin goes
     std::uint64_t last_use = 0;
   };
 

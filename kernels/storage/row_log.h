@@ -9,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -68,6 +69,11 @@ struct StoreContext {
   std::uint64_t sum_queue_depth = 0;                      // over num_queue_samples
   std::uint64_t num_queue_samples = 0;
   const std::atomic<bool>* is_awaited = nullptr;          // whether somebody waits for this thread's next read; null: nobody ever
+  // Called while the drive is busy with many reads of rows: does a little that waits for nothing, removes no segment and frees no
+  // ordinal; false if it had nothing to do. Rows may move under it. Empty: nothing to do, ever.
+  std::function<bool()> beside_reads;
+  double seconds_beside_reads = 0;                        // spent in it
+  double seconds_reads_held_up = 0;                       // the part of them by whose end no read was on its way any more
   Status poison;                                          // a failed sync: refuse all later writes
 
   TableState* find_table(std::uint32_t record_table_id) const {

@@ -1,12 +1,19 @@
 // The reading half of RowLog: batched verified reads, and loading sealed segments at open.
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 
 #include "storage/row_log.h"
 
 namespace kstep {
 namespace {
+
+constexpr std::size_t kManyReads = 32;  // they keep the drive busy for about as long as a slice of cleaning takes
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
 
 std::string record_place(const std::string& path, std::uint64_t offset) {
   return path + " at offset " + std::to_string(offset);
@@ -171,7 +178,14 @@ Status RowLog::read_groups(ReadRow* rows, const std::vector<std::uint32_t>& orde
     context_->sum_queue_depth += in_flight;
     ++context_->num_queue_samples;
     std::size_t num_done = 0;
+    double beside_s = 0;
+    if (context_->beside_reads && in_flight >= std::min(kManyReads, depth)) {
+      const auto start = std::chrono::steady_clock::now();
+      if (context_->beside_reads()) beside_s = seconds_since(start);
+    }
     KSTEP_RETURN_IF_ERROR(engine.reap(std::max<std::size_t>(1, in_flight / 4), reaped_.size(), reaped_.data(), &num_done));
+    context_->seconds_beside_reads += beside_s;
+    if (num_done == in_flight) context_->seconds_reads_held_up += beside_s;  // the drive may have been idle for a part of it
     for (std::size_t i = 0; i < num_done; ++i) {
       Status status = finish_group(rows, order, reinterpret_cast<ReadGroup*>(reaped_[i]->tag));
       if (failure.ok()) failure = status;  // the rest is still waited for: its buffers are in use

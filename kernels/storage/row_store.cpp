@@ -111,6 +111,7 @@ Status RowStore::open(StoreOptions options, std::unique_ptr<RowStore>* out) {
     store->cleaners_.push_back(std::make_unique<Cleaner>(&context, log.get(), opts.space_factor, std::move(reads)));
     store->bytes_before_batch_.push_back(0);
   }
+  context.beside_reads = [self = store.get()] { return self->clean_beside_reads(); };
   *out = std::move(store);
   return {};
 }
@@ -305,14 +306,18 @@ Status RowStore::make_room(std::uint64_t record_bytes) {
   for (const auto& log : logs_) bytes += kNumStreams * (std::uint64_t{log->layout().unit_bytes} + 2 * kPageBytes) + log->open_footer_bytes();
   const std::uint64_t reserve = std::min(options_.segment_bytes, options_.quota_bytes / 8);  // for the cleaner's copies
   bool did_work = true;
-  while (usage().total_bytes() + bytes + reserve > options_.quota_bytes && did_work) {
+  const auto start = std::chrono::steady_clock::now();
+  Status status;
+  while (usage().total_bytes() + bytes + reserve > options_.quota_bytes && did_work && status.ok()) {
     did_work = false;
-    for (const auto& cleaner : cleaners_) {
+    for (std::size_t i = 0; i < cleaners_.size() && status.ok(); ++i) {
       bool did_this = false;
-      KSTEP_RETURN_IF_ERROR(cleaner->step(&did_this));
+      status = cleaners_[i]->step(&did_this);
       did_work |= did_this;
     }
   }
+  seconds_cleaning_ += seconds_since(start);
+  KSTEP_RETURN_IF_ERROR(status);
   const std::uint64_t used = usage().total_bytes();
   if (used + bytes + reserve <= options_.quota_bytes) return {};
   return Status::no_space("store at " + options_.paths[0],
@@ -329,6 +334,11 @@ Status RowStore::end_batch() {
   }
   seconds_cleaning_ += seconds_since(start);
   return status;
+}
+
+bool RowStore::clean_beside_reads() {
+  if (!context_.poison.ok()) return false;
+  return std::any_of(cleaners_.begin(), cleaners_.end(), [](const auto& cleaner) { return cleaner->work_beside_reads(); });
 }
 
 Status RowStore::read(ReadRow* rows, std::size_t num_rows) {
@@ -481,7 +491,7 @@ std::map<std::string, double> RowStore::counters() const {
       {"cleaner_read_bytes", static_cast<double>(context_.bytes_cleaned_read)},
       {"cleaner_written_bytes", static_cast<double>(context_.bytes_cleaned_written)},
       {"cleaner_share_ratio", written == 0 ? 0.0 : static_cast<double>(context_.bytes_cleaned_written) / written},
-      {"cleaner_s", seconds_cleaning_},
+      {"cleaner_s", seconds_cleaning()},
       {"queue_depth_mean", static_cast<double>(context_.sum_queue_depth) / samples},
       {"live_unit_bytes", static_cast<double>(space.live_unit_bytes)},
       {"unheld_bytes", static_cast<double>(space.unheld_bytes)},

@@ -98,7 +98,9 @@ class RowStore {
   std::map<std::string, double> counters() const;
   const char* io_backend() const { return context_.reads->name(); }
   std::uint64_t index_bytes() const;
-  double seconds_cleaning() const { return seconds_cleaning_; }
+  double seconds_cleaning() const { return seconds_cleaning_ + context_.seconds_beside_reads; }
+  // The part of it in which nothing else went on for who waits: not beside reads, unless these were all done before.
+  double seconds_cleaning_alone() const { return seconds_cleaning_ + context_.seconds_reads_held_up; }
 
  private:
   struct HeldSegment {
@@ -119,6 +121,7 @@ class RowStore {
   void hold(const Manifest& manifest);
   void unhold(const Manifest& manifest);
   Status make_room(std::uint64_t bytes);
+  bool clean_beside_reads();
 
   StoreOptions options_;
   std::unique_ptr<Env> throttled_;  // null without bounds; outlives the engines in context_

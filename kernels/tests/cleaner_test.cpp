@@ -83,5 +83,87 @@ TEST(RowStore, BeginsNoCleaningWhileSomebodyWaitsUntilSpaceIsShort) {
   EXPECT_EQ(num_cleaning[1], 0u);
 }
 
+// A store with some pressure on its cleaner and credit earned, while somebody waits, so that writing cleans nothing.
+struct Indebted {
+  FaultyEnv env;
+  std::unique_ptr<RowStore> store;
+  std::atomic<bool> is_awaited{true};
+  Model model;
+
+  explicit Indebted(std::uint32_t max_open_files = 0) {
+    StoreOptions options = make_options(&env, {"/a"});
+    options.tables = {make_table(0, "t", 40000, 16)};
+    options.max_open_files = max_open_files;
+    EXPECT_TRUE(RowStore::open(options, &store).ok());
+    store->set_awaited(&is_awaited);
+    std::mt19937_64 rng(7);
+    std::uint64_t version = 0;
+    auto write = [&](std::size_t count) {
+      std::map<std::uint64_t, bool> rows;
+      while (rows.size() < count) rows[rng() % 40000] = true;
+      std::vector<std::pair<std::size_t, std::uint64_t>> keys;
+      for (const auto& row : rows) keys.emplace_back(0, row.first);
+      EXPECT_TRUE(write_rows(store.get(), &model, keys, ++version).ok());
+    };
+    write(39000);
+    while (share_used() < 0.85) write(1000);
+    EXPECT_EQ(cleaned(), 0.0) << "somebody waits";
+  }
+  double share_used() const {
+    const double live = static_cast<double>(store->usage().live_unit_bytes + (1u << 20));
+    return (static_cast<double>(store->usage().unheld_bytes) - live) / (0.5 * live);
+  }
+  double cleaned() const { return store->counters().at("cleaner_written_bytes"); }
+  std::size_t num_segments() const { return store->segment_map().size(); }
+};
+
+TEST(RowStore, CleansBesideReadsWhoeverWaitsAndRemovesNothingUnderThem) {
+  Indebted state;
+  const std::uint64_t unheld_before = state.store->usage().unheld_bytes;
+  ASSERT_TRUE(check_all(state.store.get(), state.model).ok());  // reads every row, in one call
+  EXPECT_GT(state.cleaned(), 0.0);
+  EXPECT_GE(state.store->usage().unheld_bytes, unheld_before) << "a segment was removed while rows were read from it";
+  EXPECT_LE(state.store->seconds_cleaning_alone(), state.store->seconds_cleaning());
+  EXPECT_TRUE(check_all(state.store.get(), state.model).ok());
+  ASSERT_TRUE(write_rows(state.store.get(), &state.model, {{0, 1}}, 1000).ok());
+  EXPECT_TRUE(check_all(state.store.get(), state.model).ok());
+}
+
+TEST(RowStore, CleansBesideReadsWithFewFileHandles) {
+  Indebted state(8);
+  for (int turn = 0; turn < 20; ++turn) ASSERT_TRUE(check_all(state.store.get(), state.model).ok()) << turn;
+  EXPECT_GT(state.cleaned(), 0.0);
+}
+
+// Rows that are read and rows that are cleaned are not the same: who reads sound rows is not told of damage elsewhere, but the next cleaning is.
+TEST(RowStore, DamageMetBesideReadsIsToldByTheNextCleaning) {
+  Indebted state;
+  for (const std::string& file : state.env.files_under("/a/log-148")) {
+    std::uint64_t num_bytes = 0;
+    ASSERT_TRUE(state.env.file_size(file, &num_bytes).ok());
+    for (std::uint64_t offset = 4096 + 60; offset < num_bytes; offset += 4096) state.env.damage(file, offset);  // a record of each unit
+  }
+  std::vector<std::pair<std::uint64_t, std::vector<std::byte>>> sound;  // rows that can be read
+  TableState* table = state.store->table(0);
+  for (const auto& item : state.model) {
+    std::vector<std::byte> payload(table->spec.schema.payload_bytes());
+    ReadRow row{kNoSlot, table, item.first.second, payload.data()};
+    if (state.store->read(&row, 1).ok()) sound.emplace_back(item.first.second, payload);
+  }
+  ASSERT_GT(sound.size(), 1000u);
+  ASSERT_LT(sound.size(), state.model.size());
+  std::vector<ReadRow> rows;
+  std::vector<std::vector<std::byte>> outputs(sound.size(), std::vector<std::byte>(table->spec.schema.payload_bytes()));
+  for (std::size_t i = 0; i < sound.size(); ++i) rows.push_back({kNoSlot, table, sound[i].first, outputs[i].data()});
+  const Status read = state.store->read(rows.data(), rows.size());
+  EXPECT_TRUE(read.ok()) << read.message();
+  for (std::size_t i = 0; i < sound.size(); ++i) ASSERT_EQ(outputs[i], sound[i].second);
+  EXPECT_GT(state.cleaned(), 0.0);
+  Status told;
+  bool did_work = true;
+  while (did_work && told.ok()) told = state.store->clean_when_idle(&did_work);
+  EXPECT_EQ(told.kind, StatusKind::Corruption);
+}
+
 }  // namespace
 }  // namespace kstep

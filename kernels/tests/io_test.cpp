@@ -207,6 +207,22 @@ TEST(FileCache, KeepsItsBound) {
   EXPECT_NE(cache.find(2), nullptr);
 }
 
+TEST(FileCache, ClosesWhatIsPinnedWhenItsLastPinGoes) {
+  FaultyEnv env;
+  FileCache cache(&env, 3);
+  File* file = nullptr;
+  ASSERT_TRUE(cache.open(1, "/f", OpenMode::Create, false, &file).ok());
+  EXPECT_EQ(cache.find(1), file);  // a second pin
+  cache.close(1);
+  EXPECT_TRUE(file->write_at(0, reinterpret_cast<const std::byte*>("ab"), 2).ok()) << "still in use";
+  cache.release(1);
+  EXPECT_EQ(cache.num_open(), 1u);
+  cache.release(1);
+  EXPECT_EQ(cache.num_open(), 0u);
+  EXPECT_EQ(cache.find(1), nullptr);
+  cache.close(1);  // not open: nothing to do
+}
+
 TableSpec make_table(std::uint32_t dim, std::uint64_t num_rows) {
   TableSpec table;
   table.name = "t";

@@ -52,13 +52,13 @@ void TieredRows::io_loop() {
       run_round();
       may_clean_ = true;
     } else if (is_idle) {
-      const auto start = std::chrono::steady_clock::now();
+      const double cleaned_before = store_->seconds_cleaning_alone();
       const Status status = store_->clean_when_idle(&may_clean_);
       if (!status.ok()) {
         background_status_ = status;
         may_clean_ = false;
       }
-      count_cleaner_stall(start);
+      count_cleaner_stall(cleaned_before);
     }
     lock.lock();
     for (Job* job : releasing_) {
@@ -134,6 +134,7 @@ void TieredRows::announce_new() {
 }
 
 void TieredRows::run_round() {
+  double cleaned_before = store_->seconds_cleaning_alone();
   num_misses_ = 0;
   Job* failed_job = nullptr;
   Status scan_status;
@@ -157,6 +158,7 @@ void TieredRows::run_round() {
   }
   round_.resize(num_jobs);
   const Status read_status = read_misses();
+  count_cleaner_stall(cleaned_before);
   finish_round(read_status, failed_job, scan_status);
 
   // The caller runs again by now; what follows is paid for only if it comes back too soon.
@@ -164,9 +166,11 @@ void TieredRows::run_round() {
     std::unique_lock<std::mutex> lock(mutex_);
     is_caller_away(&lock);
   }
+  cleaned_before = store_->seconds_cleaning_alone();
   Status status = close_batch();
   if (status.ok()) status = drain_overflow();
   if (!status.ok()) background_status_ = status;
+  count_cleaner_stall(cleaned_before);
   drop_overflow(kRoundsBeforeDrop);
 }
 
@@ -176,10 +180,11 @@ bool TieredRows::is_caller_away(std::unique_lock<std::mutex>* lock) {
   return !work_ready_.wait_until(*lock, last_handover_ + kBackSoon, has_work);
 }
 
-// Of cleaning that began at `start`. A caller that came in the middle of it waited for the rest only.
-void TieredRows::count_cleaner_stall(std::chrono::steady_clock::time_point start) {
+// Of the cleaning since `cleaned_before`. A caller that came in the middle of it waited for the rest only.
+void TieredRows::count_cleaner_stall(double cleaned_before) {
+  const double cleaned_s = store_->seconds_cleaning_alone() - cleaned_before;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (is_caller_waiting_) cleaner_stall_s_ += seconds_since(std::max(start, waiting_since_));
+  if (is_caller_waiting_) cleaner_stall_s_ += std::min(cleaned_s, seconds_since(waiting_since_));
 }
 
 // Finds, or makes, a pinned slot for each row of the job that has none yet.
@@ -266,10 +271,7 @@ Status TieredRows::append_slot(CacheClass* cache_class, std::uint32_t slot) {
 Status TieredRows::close_batch() {
   if (!is_batch_open_) return {};
   is_batch_open_ = false;
-  const auto start = std::chrono::steady_clock::now();
-  const Status status = store_->end_batch();
-  count_cleaner_stall(start);
-  return status;
+  return store_->end_batch();
 }
 
 Status TieredRows::read_misses() {
