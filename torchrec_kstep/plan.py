@@ -28,6 +28,7 @@ from torchrec_kstep.data import ensure_prepared, open_dataset
 from torchrec_kstep.data.order import BatchOrder
 from torchrec_kstep.errors import ConfigError, KStepError
 from torchrec_kstep.models import CTRTask, build_model
+from torchrec_kstep.ops.batch import MAX_ROWS
 from torchrec_kstep.planner.explain import placement_table, pool_lines, reasons, step_lines
 from torchrec_kstep.planner.picture import svg
 from torchrec_kstep.planner.placement import Placement
@@ -45,7 +46,6 @@ from torchrec_kstep.world import World
 
 EXIT_FAILURE, EXIT_USAGE = 1, 2
 _MAX_TABLES = 100_000
-_MAX_ROWS = 1 << 48  # of a row store
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def parse_table(text: str, first: int) -> list[tuple[EmbeddingBagConfig, float]]
     except ValueError as error:
         raise ConfigError(f"--table {text}: {error}") from error
     whole = all(number.is_integer() and number >= 1 for number in (rows, dim, count))
-    if not whole or not 0 < ids < math.inf or rows > _MAX_ROWS or count > _MAX_TABLES or dim % 4:
+    if not whole or not 0 < ids < math.inf or rows > MAX_ROWS or count > _MAX_TABLES or dim % 4:
         raise ConfigError(
             f"--table {text}: expected whole rows (at most 2^48), dim (a multiple of 4) and count of at least 1, and finite ids above 0"
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchrec_kstep.errors import ConfigError, KStepError, StorageError
-from torchrec_kstep.ops.batch import TableSpec
+from torchrec_kstep.ops.batch import MAX_ROWS, TableSpec
 from torchrec_kstep.optim_spec import AdamSpec, OptimizerSpec, RowwiseAdagradSpec, SgdSpec
 from torchrec_kstep.storage import maintenance
 from torchrec_kstep.storage.estimate import StoreEstimate, estimate
@@ -150,7 +150,7 @@ def parse_tables(texts: Sequence[str]) -> tuple[list[TableSpec], list[int]]:
             raise ConfigError(f"--table {text}: expected rows=N,dim=N and perhaps touched=N, count=N, name=TEXT")
         rows, dim, count = (_whole(text, values.get(key, "1")) for key in ("rows", "dim", "count"))
         num_touched = _whole(text, values["touched"]) if "touched" in values else rows
-        if not (1 <= rows <= 1 << 48 and 1 <= dim <= 2048 and 1 <= count <= 65536 and 0 <= num_touched <= rows):
+        if not (1 <= rows <= MAX_ROWS and 1 <= dim <= 2048 and 1 <= count <= 65536 and 0 <= num_touched <= rows):
             raise ConfigError(f"--table {text}: expected 1 to 2^48 rows, dim 1 to 2048, count 1 to 65536, touched at most rows")
         for index in range(count):
             name = values.get("name", f"table{len(tables)}") + (f"_{index}" if count > 1 and "name" in values else "")

@@ -186,13 +186,12 @@ void Cleaner::end_reading() {
 Status Cleaner::load_piece(bool waits, bool* is_loaded) {
   *is_loaded = next_record_ < end_record_;
   if (*is_loaded) return {};
-  const auto is_next = [&] { return ahead_.ordinal == victim_ && ahead_.id == victim_id_ && ahead_.first_unit == next_unit_; };
   KSTEP_RETURN_IF_ERROR(finish_reading(waits));
   if (is_reading_) return {};
   const RecordLayout& layout = log_->layout();
   const std::uint32_t num_records = log_->segments()[victim_].num_records;
   std::size_t got = ahead_.num_bytes;
-  if (is_next()) {
+  if (ahead_.ordinal == victim_ && ahead_.id == victim_id_ && ahead_.first_unit == next_unit_) {
     std::swap(piece_, ahead_);
   } else if (!waits) {
     return begin_reading();

@@ -158,11 +158,14 @@ TEST(RowStore, DamageMetBesideReadsIsToldByTheNextCleaning) {
   const Status read = state.store->read(rows.data(), rows.size());
   EXPECT_TRUE(read.ok()) << read.message();
   for (std::size_t i = 0; i < sound.size(); ++i) ASSERT_EQ(outputs[i], sound[i].second);
-  EXPECT_GT(state.cleaned(), 0.0);
-  Status told;
-  bool did_work = true;
-  while (did_work && told.ok()) told = state.store->clean_when_idle(&did_work);
-  EXPECT_EQ(told.kind, StatusKind::Corruption);
+  const double cleaned = state.cleaned();
+  EXPECT_GT(cleaned, 0.0);
+  bool did_work = false;
+  EXPECT_EQ(state.store->clean_when_idle(&did_work).kind, StatusKind::Corruption);
+  // Nothing more was cleaned until then, so some credit is left.
+  EXPECT_EQ(state.cleaned(), cleaned);
+  EXPECT_TRUE(state.store->read(rows.data(), rows.size()).ok());
+  EXPECT_GT(state.cleaned(), cleaned);
 }
 
 }  // namespace

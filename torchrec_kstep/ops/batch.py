@@ -20,6 +20,7 @@ POLICY_CODES: dict[MergePolicy, int] = {"union": 0, "touched": 1, "mean": 2}
 WIRE_CODES: dict[Wire, int] = {"fp32": 0, "bf16": 1, "int8": 2}
 
 IGNORED_POSITION = -1
+MAX_ROWS = 1 << 48  # of a table: row ids share 64 bits with the number of the table
 
 
 class Dedup(NamedTuple):
@@ -74,7 +75,7 @@ class TableSpec(NamedTuple):
 
     Attributes:
         name: for messages and in stores; that of a shard by columns is `shard_name` of its table.
-        num_rows: ids are in `[0, num_rows)`; at most 2**48.
+        num_rows: ids are in `[0, num_rows)`; at most `MAX_ROWS`.
         dim: columns of this shard, 1 to 2048.
         table_id: part of the key of the initial values; the same for all shards of a table.
         seed: key of the initial values.
