@@ -72,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_placement(placement, topology, calibration_of(subject.planner, topology))
         _print_routes(placement, topology, subject.ssd_paths)
         if args.json is not None:
-            args.json.write_text(placement.to_json(), encoding="utf-8")
+            _write("--json", args.json, placement.to_json())
             print(f"plan: {args.json}")
         if args.svg is not None:
-            args.svg.write_text(svg(placement, topology), encoding="utf-8")
+            _write("--svg", args.svg, svg(placement, topology))
             print(f"picture: {args.svg}")
     except ConfigError as error:
         print(f"torchrec_kstep.plan: {error}", file=sys.stderr)
@@ -84,6 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"torchrec_kstep.plan: {error}", file=sys.stderr)
         return EXIT_FAILURE
     return 0
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from error
 
 
 def _plan(subject: _Subject, topology: ClusterTopology, job: Job) -> Placement:

@@ -103,7 +103,7 @@ def run_verify(args: argparse.Namespace) -> int:
 def run_compact(args: argparse.Namespace) -> int:
     """Writes a snapshot anew without stale records and, unless told to keep it, deletes the old one."""
     for paths in maintenance.find_stores(args.paths):
-        source = args.snapshot or Snapshot.open(paths).name
+        source = Snapshot.open(paths, args.snapshot).name
         into = args.into or f"{source}-compact"
         report = maintenance.compact(paths, source, into)
         print(
@@ -184,7 +184,10 @@ def _snapshot_line(snapshot: Snapshot) -> str:
 def _tables_text(snapshot: Snapshot) -> str:
     segments = snapshot.segments()
     num_bytes = sum(segment.file_bytes for segment in segments)
-    record_bytes = {segment.payload_bytes: segment.file_bytes / max(segment.num_records, 1) for segment in segments}
+    record_bytes = {}  # with its share of headers and footers
+    for payload_bytes in {segment.payload_bytes for segment in segments}:
+        alike = [segment for segment in segments if segment.payload_bytes == payload_bytes]
+        record_bytes[payload_bytes] = sum(segment.file_bytes for segment in alike) / max(sum(segment.num_records for segment in alike), 1)
     lines = [f"snapshot {snapshot.name}, table by table", f"  {'table':<24} {'rows':>15} {'with record':>15} {'live':>10}  record"]
     live_bytes = 0.0
     for table in snapshot.tables:

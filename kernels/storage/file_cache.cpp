@@ -36,14 +36,18 @@ void FileCache::release(std::uint64_t key) {
   if (--it->second.num_pins == 0 && it->second.is_leaving) entries_.erase(it);
 }
 
-void FileCache::close(std::uint64_t key) {
+void FileCache::close(std::uint64_t key) { take(key); }
+
+std::unique_ptr<File> FileCache::take(std::uint64_t key) {
   const auto it = entries_.find(key);
-  if (it == entries_.end()) return;
-  if (it->second.num_pins == 0) {
-    entries_.erase(it);
-  } else {
+  if (it == entries_.end()) return nullptr;
+  if (it->second.num_pins > 0) {
     it->second.is_leaving = true;
+    return nullptr;
   }
+  std::unique_ptr<File> file = std::move(it->second.file);
+  entries_.erase(it);
+  return file;
 }
 
 }  // namespace kstep

@@ -24,6 +24,8 @@ class FileCache {
   void release(std::uint64_t key);
   // Closes the file of `key` if it is open; one that is pinned, when its last pin goes.
   void close(std::uint64_t key);
+  // Gives up the file of `key`. Null when it is not open, or pinned: then it is closed when its last pin goes.
+  std::unique_ptr<File> take(std::uint64_t key);
 
   std::uint32_t max_open_files() const { return max_open_files_; }
   std::size_t num_open() const { return entries_.size(); }

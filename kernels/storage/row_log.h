@@ -18,6 +18,7 @@
 
 #include "common/schema.h"
 #include "storage/file_cache.h"
+#include "storage/file_closer.h"
 #include "storage/row_index.h"
 #include "storage/segment_format.h"
 
@@ -51,6 +52,7 @@ struct StoreContext {
   bool use_direct_io = true;
   StoreId store_id{};
   FileCache files;
+  FileCloser removed_files;
   std::unique_ptr<IoEngine> reads;
   std::unique_ptr<IoEngine> writes;
   std::vector<std::unique_ptr<TableState>> tables;        // in the order given

@@ -299,6 +299,9 @@ Status RowLog::retry_failed_writes() {
     File* file = nullptr;
     KSTEP_RETURN_IF_ERROR(acquire(segment, &file));
     Status status = file->write_at(buffer->file_offset, buffer->memory.data(), buffer->num_bytes);
+    if (status.kind == StatusKind::NoSpace && context_->removed_files.drain()) {
+      status = file->write_at(buffer->file_offset, buffer->memory.data(), buffer->num_bytes);
+    }
     release(segment);
     if (status.kind == StatusKind::NoSpace) {
       std::uint64_t free_bytes = 0;
@@ -383,8 +386,12 @@ Status RowLog::sync_all() {
 
 Status RowLog::remove_segment(std::uint32_t ordinal) {
   Segment& segment = segments_[ordinal];
-  context_->files.close(segment.id);
-  KSTEP_RETURN_IF_ERROR(context_->env->remove_file(segment_path(segment)));
+  const std::string path = segment_path(segment);
+  // With an open handle removing it is quick, and the handle's close, which is not, can be left to another thread.
+  std::unique_ptr<File> file = context_->files.take(segment.id);
+  if (file == nullptr && !context_->env->open(path, OpenMode::Read, false, &file).ok()) file = nullptr;
+  KSTEP_RETURN_IF_ERROR(context_->env->remove_file(path));
+  if (file != nullptr) context_->removed_files.close(std::move(file));
   add_file_bytes(&segment, -static_cast<std::int64_t>(segment.file_bytes));
   segment = Segment();
   free_ordinals_.push_back(ordinal);

@@ -319,6 +319,8 @@ Status RowStore::make_room(std::uint64_t record_bytes) {
   seconds_cleaning_ += seconds_since(start);
   KSTEP_RETURN_IF_ERROR(status);
   const std::uint64_t used = usage().total_bytes();
+  // Near the quota, space counts as free only when the drive has it back.
+  if (used + bytes + reserve + FileCloser::kMaxFiles * options_.segment_bytes > options_.quota_bytes) context_.removed_files.drain();
   if (used + bytes + reserve <= options_.quota_bytes) return {};
   return Status::no_space("store at " + options_.paths[0],
                           "needs " + std::to_string(bytes + reserve) + " bytes more, " + std::to_string(used) + " of the quota of " +

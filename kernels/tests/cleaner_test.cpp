@@ -2,8 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
+#include <future>
 #include <map>
 #include <random>
+#include <thread>
 
 #include "storage/row_store.h"
 #include "tests/faulty_env.h"
@@ -90,10 +93,11 @@ struct Indebted {
   std::atomic<bool> is_awaited{true};
   Model model;
 
-  explicit Indebted(std::uint32_t max_open_files = 0) {
+  explicit Indebted(std::uint32_t max_open_files = 0, std::uint64_t quota_bytes = 0) {
     StoreOptions options = make_options(&env, {"/a"});
     options.tables = {make_table(0, "t", 40000, 16)};
     options.max_open_files = max_open_files;
+    options.quota_bytes = quota_bytes;
     EXPECT_TRUE(RowStore::open(options, &store).ok());
     store->set_awaited(&is_awaited);
     std::mt19937_64 rng(7);
@@ -114,7 +118,18 @@ struct Indebted {
     return (static_cast<double>(store->usage().unheld_bytes) - live) / (0.5 * live);
   }
   double cleaned() const { return store->counters().at("cleaner_written_bytes"); }
-  std::size_t num_segments() const { return store->segment_map().size(); }
+  // Cleans while nobody waits, until so many segments were removed; that they were: a step removes one and does nothing else.
+  bool remove_segments(std::size_t count) {
+    is_awaited = false;
+    bool did_work = true;
+    while (count > 0 && did_work) {
+      const std::uint64_t before = store->usage().unheld_bytes;
+      EXPECT_TRUE(store->clean_when_idle(&did_work).ok());
+      if (store->usage().unheld_bytes < before) --count;
+    }
+    is_awaited = true;
+    return count == 0;
+  }
 };
 
 TEST(RowStore, CleansBesideReadsWhoeverWaitsAndRemovesNothingUnderThem) {
@@ -166,6 +181,100 @@ TEST(RowStore, DamageMetBesideReadsIsToldByTheNextCleaning) {
   EXPECT_EQ(state.cleaned(), cleaned);
   EXPECT_TRUE(state.store->read(rows.data(), rows.size()).ok());
   EXPECT_GT(state.cleaned(), cleaned);
+}
+
+// Waits for `is_true`; false after half a minute.
+template <typename Condition>
+bool comes_true(Condition is_true) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!is_true()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+constexpr std::chrono::milliseconds kLongEnough{100};  // for what is not held to be done; with less a test can pass wrongly, not fail
+
+// The last close of a removed file gives its space back, and may take a while.
+TEST(RowStore, GoesOnWhileRemovedFilesAreStillBeingClosed) {
+  Indebted state;
+  state.env.hold_closes();
+  std::future<void> done = std::async(std::launch::async, [&] {
+    EXPECT_TRUE(state.remove_segments(FileCloser::kMaxFiles));
+    EXPECT_TRUE(check_all(state.store.get(), state.model).ok());
+  });
+  EXPECT_EQ(done.wait_for(std::chrono::seconds(30)), std::future_status::ready);
+  EXPECT_TRUE(comes_true([&] { return state.env.num_held_closes() == 1; })) << "one after the other";
+  state.env.let_closes();
+  done.get();
+}
+
+// Removed files that were not closed yet are no reason to tell of a full drive.
+TEST(RowStore, AFullDriveIsToldOnlyWhenRemovedFilesAreClosed) {
+  Indebted state;
+  state.env.hold_closes();
+  ASSERT_TRUE(state.remove_segments(FileCloser::kMaxFiles));
+  state.env.set_capacity_bytes(state.env.stored_bytes() + 1000);
+  std::vector<std::pair<std::size_t, std::uint64_t>> keys;
+  for (std::uint64_t row = 0; row < 700; ++row) keys.emplace_back(0, row);  // fewer bytes than a segment has
+  std::future<Status> done = std::async(std::launch::async, [&] {
+    KSTEP_RETURN_IF_ERROR(write_rows(state.store.get(), &state.model, keys, 1000));
+    return state.store->flush();
+  });
+  EXPECT_EQ(done.wait_for(kLongEnough), std::future_status::timeout);
+  state.env.let_closes();
+  const Status status = done.get();
+  EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_TRUE(check_all(state.store.get(), state.model).ok());
+}
+
+TEST(RowStore, NearTheQuotaABatchBeginsWhenRemovedFilesAreClosed) {
+  const std::uint64_t used = Indebted().store->usage().total_bytes();
+  for (const bool is_near : {false, true}) {
+    Indebted state(0, is_near ? used + (600u << 10) : 1u << 30);  // room for a batch, but not for kMaxFiles segments too
+    state.env.hold_closes();
+    ASSERT_TRUE(state.remove_segments(1));
+    std::future<Status> done = std::async(std::launch::async, [&] { return state.store->begin_batch(1000); });
+    if (is_near) {
+      EXPECT_EQ(done.wait_for(kLongEnough), std::future_status::timeout);
+      state.env.let_closes();
+    }
+    EXPECT_EQ(done.wait_for(std::chrono::seconds(30)), std::future_status::ready) << is_near;
+    state.env.let_closes();
+    const Status status = done.get();
+    EXPECT_TRUE(status.ok()) << status.message();
+  }
+}
+
+TEST(FileCloser, ClosesInOrderWaitsWhenItHasManyAndLeavesNone) {
+  FaultyEnv env;
+  ASSERT_TRUE(env.make_dir("/a").ok());
+  auto removed_file = [&](int i) {
+    const std::string path = "/a/" + std::to_string(i);
+    std::unique_ptr<File> file;
+    EXPECT_TRUE(env.open(path, OpenMode::Create, false, &file).ok());
+    EXPECT_TRUE(file->write_at(0, "12345678", 8).ok());
+    EXPECT_TRUE(env.remove_file(path).ok());
+    return file;
+  };
+  const int num_files = static_cast<int>(FileCloser::kMaxFiles);
+  {
+    FileCloser closer;
+    EXPECT_FALSE(closer.drain());
+    env.hold_closes();
+    for (int i = 0; i < num_files; ++i) closer.close(removed_file(i));
+    EXPECT_EQ(env.stored_bytes(), 8u * num_files);
+    std::future<void> done = std::async(std::launch::async, [&] { closer.close(removed_file(num_files)); });
+    EXPECT_EQ(done.wait_for(kLongEnough), std::future_status::timeout);
+    env.let_closes();
+    done.get();
+    closer.drain();
+    EXPECT_EQ(env.stored_bytes(), 0u);
+    EXPECT_FALSE(closer.drain());
+    for (int i = 0; i < num_files; ++i) closer.close(removed_file(i));
+  }
+  EXPECT_EQ(env.stored_bytes(), 0u);
 }
 
 }  // namespace

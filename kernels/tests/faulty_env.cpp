@@ -18,12 +18,17 @@ struct FaultyEnv::Node {
   std::map<std::string, NodePtr> durable_names;
   std::vector<std::byte> seen;
   std::vector<std::byte> durable;
+  std::uint32_t num_handles = 0;
+  bool is_removed = false;  // no name is seen any more
 };
 
 class FaultyEnv::MemoryFile : public File {
  public:
   MemoryFile(FaultyEnv* env, std::string path, NodePtr node, bool is_direct)
-      : env_(env), path_(std::move(path)), node_(std::move(node)), is_direct_(is_direct) {}
+      : env_(env), path_(std::move(path)), node_(std::move(node)), is_direct_(is_direct) {
+    ++node_->num_handles;
+  }
+  ~MemoryFile() override { env_->close(node_); }
   Status read_at(std::uint64_t offset, void* buffer, std::size_t n, std::size_t* got) override {
     return env_->read(node_.get(), path_, offset, buffer, n, got);
   }
@@ -75,6 +80,8 @@ void FaultyEnv::clear_faults() {
   short_read_at_ = flip_at_ = UINT64_MAX;
   num_reads_let_ = UINT64_MAX;
   reads_let_.notify_all();
+  closes_are_held_ = false;
+  closes_let_.notify_all();
 }
 
 void FaultyEnv::set_capacity_bytes(std::uint64_t bytes) {
@@ -102,9 +109,10 @@ void FaultyEnv::set_read_delay_us(std::uint32_t microseconds) {
   read_delay_us_ = microseconds;
 }
 
-void FaultyEnv::hold_reads() {
+void FaultyEnv::hold_reads(std::uint64_t max_bytes) {
   std::lock_guard<std::mutex> guard(mutex_);
   num_reads_let_ = 0;
+  max_held_bytes_ = max_bytes;
 }
 
 std::uint64_t FaultyEnv::num_held_reads() const {
@@ -116,6 +124,22 @@ void FaultyEnv::let_read() {
   std::lock_guard<std::mutex> guard(mutex_);
   if (num_reads_let_ != UINT64_MAX) ++num_reads_let_;
   reads_let_.notify_all();
+}
+
+void FaultyEnv::hold_closes() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  closes_are_held_ = true;
+}
+
+std::uint64_t FaultyEnv::num_held_closes() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return num_held_closes_;
+}
+
+void FaultyEnv::let_closes() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  closes_are_held_ = false;
+  closes_let_.notify_all();
 }
 
 void FaultyEnv::crash(double keep_share, std::uint64_t seed) {
@@ -216,10 +240,12 @@ Status FaultyEnv::read(Node* node, const std::string& path, std::uint64_t offset
   *got = 0;
   const std::uint64_t index = num_ops_[Op::Read];
   KSTEP_RETURN_IF_ERROR(count(Op::Read, "read " + path));
-  ++num_held_reads_;
-  reads_let_.wait(guard, [this] { return num_reads_let_ > 0; });
-  --num_held_reads_;
-  if (num_reads_let_ != UINT64_MAX) --num_reads_let_;
+  if (n <= max_held_bytes_) {
+    ++num_held_reads_;
+    reads_let_.wait(guard, [this] { return num_reads_let_ > 0; });
+    --num_held_reads_;
+    if (num_reads_let_ != UINT64_MAX) --num_reads_let_;
+  }
   const std::uint32_t delay_us = read_delay_us_;
   if (offset < node->seen.size()) *got = std::min<std::size_t>(n, node->seen.size() - offset);
   if (index == short_read_at_) *got /= 2;
@@ -308,9 +334,27 @@ Status FaultyEnv::remove_file(const std::string& path) {
   KSTEP_RETURN_IF_ERROR(find_parent(path, &parent, &name));
   const auto it = parent->seen_names.find(name);
   if (it == parent->seen_names.end()) return Status::not_found("remove " + path, "no such file");
-  if (it->second.use_count() <= 2) stored_bytes_ -= std::min<std::uint64_t>(stored_bytes_, it->second->seen.size());
+  const NodePtr node = it->second;
   parent->seen_names.erase(it);
+  node->is_removed = !has_name(root_, node.get());
+  if (node->is_removed && node->num_handles == 0) stored_bytes_ -= std::min<std::uint64_t>(stored_bytes_, node->seen.size());
   return {};
+}
+
+bool FaultyEnv::has_name(const NodePtr& folder, const Node* node) {
+  for (const auto& item : folder->seen_names) {
+    if (item.second.get() == node || has_name(item.second, node)) return true;
+  }
+  return false;
+}
+
+void FaultyEnv::close(const NodePtr& node) {
+  std::unique_lock<std::mutex> guard(mutex_);
+  if (--node->num_handles > 0 || !node->is_removed) return;
+  ++num_held_closes_;
+  closes_let_.wait(guard, [this] { return !closes_are_held_; });
+  --num_held_closes_;
+  stored_bytes_ -= std::min<std::uint64_t>(stored_bytes_, node->seen.size());
 }
 
 Status FaultyEnv::remove_dir(const std::string& path) {

@@ -45,10 +45,14 @@ class FaultyEnv : public Env {
   void shorten_read(std::uint64_t nth);
   void flip_bit_in_read(std::uint64_t nth);
   void set_read_delay_us(std::uint32_t microseconds);
-  // From now on a read waits until it is let through, one for each let_read(). clear_faults() ends that.
-  void hold_reads();
+  // From now on a read of at most this many bytes waits until it is let through, one for each let_read(). clear_faults() ends that.
+  void hold_reads(std::uint64_t max_bytes = UINT64_MAX);
   std::uint64_t num_held_reads() const;
   void let_read();
+  // From now on the last close of a removed file waits, and its bytes stay stored, until let_closes() or clear_faults().
+  void hold_closes();
+  std::uint64_t num_held_closes() const;
+  void let_closes();
   // Power loss. `keep_share` of unsynced sectors and folders survive, chosen by `seed`. Ends a freeze.
   void crash(double keep_share, std::uint64_t seed);
   // Flips one bit of a stored file.
@@ -96,6 +100,8 @@ class FaultyEnv : public Env {
   Status write(Node* node, const std::string& path, std::uint64_t offset, const void* buffer, std::size_t n);
   Status sync(Node* node, const std::string& path);
   bool take_sync();
+  void close(const NodePtr& node);
+  static bool has_name(const NodePtr& folder, const Node* node);
   NodePtr copy_tree(const NodePtr& node, std::map<Node*, NodePtr>* copies) const;
 
   mutable std::mutex mutex_;
@@ -112,7 +118,10 @@ class FaultyEnv : public Env {
   std::uint64_t stored_bytes_ = 0;
   std::uint32_t read_delay_us_ = 0;
   std::condition_variable reads_let_;
-  std::uint64_t num_reads_let_ = UINT64_MAX, num_held_reads_ = 0;
+  std::uint64_t num_reads_let_ = UINT64_MAX, num_held_reads_ = 0, max_held_bytes_ = UINT64_MAX;
+  std::condition_variable closes_let_;
+  bool closes_are_held_ = false;
+  std::uint64_t num_held_closes_ = 0;
 };
 
 }  // namespace kstep

@@ -23,6 +23,24 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 }  // namespace
 
+// Counts what a call cleaned while a caller waited. One that came in the middle waited for the rest only, so a count is for one
+// stretch of cleaning: one over several would take a wait after all of them for a wait for them.
+class TieredRows::StallCount {
+ public:
+  explicit StallCount(TieredRows* rows) : rows_(rows), cleaned_before_(rows->store_->seconds_cleaning_alone()) {}
+  ~StallCount() {
+    const double cleaned_s = rows_->store_->seconds_cleaning_alone() - cleaned_before_;
+    std::lock_guard<std::mutex> lock(rows_->mutex_);
+    if (rows_->is_caller_waiting_) rows_->cleaner_stall_s_ += std::min(cleaned_s, seconds_since(rows_->waiting_since_));
+  }
+  StallCount(const StallCount&) = delete;
+  StallCount& operator=(const StallCount&) = delete;
+
+ private:
+  TieredRows* rows_;
+  double cleaned_before_;
+};
+
 void TieredRows::io_loop() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
@@ -52,13 +70,12 @@ void TieredRows::io_loop() {
       run_round();
       may_clean_ = true;
     } else if (is_idle) {
-      const double cleaned_before = store_->seconds_cleaning_alone();
+      const StallCount count(this);
       const Status status = store_->clean_when_idle(&may_clean_);
       if (!status.ok()) {
         background_status_ = status;
         may_clean_ = false;
       }
-      count_cleaner_stall(cleaned_before);
     }
     lock.lock();
     for (Job* job : releasing_) {
@@ -134,13 +151,13 @@ void TieredRows::announce_new() {
 }
 
 void TieredRows::run_round() {
-  double cleaned_before = store_->seconds_cleaning_alone();
   num_misses_ = 0;
   Job* failed_job = nullptr;
   Status scan_status;
   if (round_[0]->may_overflow && !background_status_.ok()) {  // there is a caller to tell
     std::swap(scan_status, background_status_);
     // Damage stays damage; another failure of the cleaner may have passed.
+    const StallCount count(this);
     if (scan_status.kind != StatusKind::Corruption) scan_status = store_->clean_when_idle(&may_clean_);
   }
   if (scan_status.ok()) scan_status = drain_overflow();
@@ -158,7 +175,6 @@ void TieredRows::run_round() {
   }
   round_.resize(num_jobs);
   const Status read_status = read_misses();
-  count_cleaner_stall(cleaned_before);
   finish_round(read_status, failed_job, scan_status);
 
   // The caller runs again by now; what follows is paid for only if it comes back too soon.
@@ -166,11 +182,9 @@ void TieredRows::run_round() {
     std::unique_lock<std::mutex> lock(mutex_);
     is_caller_away(&lock);
   }
-  cleaned_before = store_->seconds_cleaning_alone();
   Status status = close_batch();
   if (status.ok()) status = drain_overflow();
   if (!status.ok()) background_status_ = status;
-  count_cleaner_stall(cleaned_before);
   drop_overflow(kRoundsBeforeDrop);
 }
 
@@ -178,13 +192,6 @@ void TieredRows::run_round() {
 bool TieredRows::is_caller_away(std::unique_lock<std::mutex>* lock) {
   auto has_work = [this] { return stopping_ || command_ != nullptr || !urgent_.empty() || !released_.empty() || !unannounced_.empty(); };
   return !work_ready_.wait_until(*lock, last_handover_ + kBackSoon, has_work);
-}
-
-// Of the cleaning since `cleaned_before`. A caller that came in the middle of it waited for the rest only.
-void TieredRows::count_cleaner_stall(double cleaned_before) {
-  const double cleaned_s = store_->seconds_cleaning_alone() - cleaned_before;
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (is_caller_waiting_) cleaner_stall_s_ += std::min(cleaned_s, seconds_since(waiting_since_));
 }
 
 // Finds, or makes, a pinned slot for each row of the job that has none yet.
@@ -257,6 +264,7 @@ Status TieredRows::append_slot(CacheClass* cache_class, std::uint32_t slot) {
   if (is_batch_open_ && batch_bytes_left_ < cache_class->record_bytes) KSTEP_RETURN_IF_ERROR(close_batch());
   if (!is_batch_open_) {
     const std::uint64_t num_bytes = kRowsPerAppendBatch * cache_class->record_bytes;
+    const StallCount count(this);
     KSTEP_RETURN_IF_ERROR(store_->begin_batch(num_bytes));
     is_batch_open_ = true;
     batch_bytes_left_ = num_bytes;
@@ -271,10 +279,12 @@ Status TieredRows::append_slot(CacheClass* cache_class, std::uint32_t slot) {
 Status TieredRows::close_batch() {
   if (!is_batch_open_) return {};
   is_batch_open_ = false;
+  const StallCount count(this);
   return store_->end_batch();
 }
 
 Status TieredRows::read_misses() {
+  const StallCount count(this);
   Status status;
   for (const auto& cache_class : classes_) {
     // An earlier class's failure does not spoil this one's slots: they are forgotten together.

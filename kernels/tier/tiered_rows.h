@@ -66,6 +66,7 @@ class TieredRows final : public RowSource {
   struct Job;
   struct TableCounters;
   struct CacheClass;
+  class StallCount;
 
   explicit TieredRows(std::vector<TableSpec> tables);
 
@@ -84,7 +85,6 @@ class TieredRows final : public RowSource {
   bool choose_round();
   void run_round();
   bool is_caller_away(std::unique_lock<std::mutex>* lock);
-  void count_cleaner_stall(double cleaned_before);
   Scan scan(Job* job, Status* status);
   Scan find_room(Job* job, CacheClass* cache_class, std::uint32_t* slot, Status* status);
   Status append_slot(CacheClass* cache_class, std::uint32_t slot);

@@ -296,17 +296,21 @@ def check_headers(paths: Sequence[str | Path]) -> None:
     for path in map(Path, paths):
         remedy = f"put it back from a copy; or name other folders, or remove {path}, to give up what is there and start anew"
         if (path / "STORE").exists():
-            try:
-                with store_errors([str(path)]):
-                    torch.classes.kstep.Snapshot.header(str(path))
-            except CorruptionError as error:
-                raise CorruptionError(f"{error}: {remedy}") from error
+            _header_of(str(path), remedy)
         folder = path / "snapshots"
         if not (path / "STORE").exists() and folder.is_dir() and any(folder.iterdir()):
             raise CorruptionError(
                 f"{path / 'STORE'}, the header of a row store, is missing, although {len(list(folder.iterdir()))} snapshots lie beside it: "
                 f"{remedy}"
             )
+
+
+def _header_of(path: str, remedy: str) -> dict[str, int]:
+    try:
+        with store_errors([path]):
+            return dict(torch.classes.kstep.Snapshot.header(path))
+    except CorruptionError as error:
+        raise CorruptionError(f"{error}: {remedy}") from error
 
 
 def check_store(paths: Sequence[str | Path]) -> list[str]:
@@ -321,8 +325,7 @@ def check_store(paths: Sequence[str | Path]) -> list[str]:
     for index, path in enumerate(texts):
         if not (Path(path) / "STORE").is_file():
             raise StorageError(f"{path} holds no row store: there is no file {path}/STORE")
-        with store_errors([path]):
-            header = dict(torch.classes.kstep.Snapshot.header(path))
+        header = _header_of(path, "put it back from a copy")
         if (header["path_index"], header["num_paths"]) != (index, len(texts)):
             raise StorageError(
                 f"{path} is path {header['path_index']} of {header['num_paths']} of its row store, but was given as path {index} of "

@@ -27,6 +27,13 @@ def test_tables_on_a_described_machine(tmp_path: Path, capsys: pytest.CaptureFix
     assert [table["name"] for table in values["tables"]] == ["user", "t1", "t2", "t3"]
 
 
+@pytest.mark.parametrize("option", ["--json", "--svg"])
+def test_a_file_that_cannot_be_written_is_told(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "nowhere" / "a"
+    assert plan.main(["--topology", "two_socket_cpu", *TABLES, option, str(file)]) == plan.EXIT_USAGE
+    assert f"{option} {file}: cannot be written: No such file or directory" in capsys.readouterr().err
+
+
 def test_what_if_compares_hosts_and_periods(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--topology", "two_socket_cpu", "--ranks-per-host", "2", "--hosts", "2,4", "--k", "0,20", *TABLES]) == 0
     lines = capsys.readouterr().out.splitlines()

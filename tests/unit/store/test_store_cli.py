@@ -1,5 +1,6 @@
 """Layer 2, in process: every command of `python -m torchrec_kstep.store`, on small stores, sound and damaged."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torchrec_kstep.storage.maintenance import find_stores
 from torchrec_kstep.storage.snapshot import Snapshot
 from torchrec_kstep.storage.tiered_tables import TieredTables
 from torchrec_kstep.tier_config import TierConfig
-from torchrec_kstep.units import KIB
+from torchrec_kstep.units import KIB, parse_bytes
 from torchrec_kstep.world import World
 
 TABLES = [uniform_table("user", 3000, 8, 0), uniform_table("a/b", 40, 16, 1)]
@@ -322,3 +323,24 @@ def test_a_picture_that_cannot_be_written_is_told(trained: tuple[Path, RowGroup]
     status, _, err = run(capsys, "inspect", trained[0] / "ssd", "--svg", trained[0] / "nowhere" / "a.svg")
     assert status == 2
     assert "the picture cannot be written: No such file or directory" in err
+
+
+def test_live_bytes_are_a_part_of_all(trained: tuple[Path, RowGroup], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "compact", trained[0] / "ssd")[0] == 0
+    (live, total), *_ = re.findall(r"live (\S+ \S+) of (\S+ \S+) in", run(capsys, "inspect", trained[0] / "ssd")[1])
+    assert 0.95 * parse_bytes(total) < parse_bytes(live) <= parse_bytes(total)
+
+
+def test_compacting_what_is_not_there_names_what_was_asked_for(trained: tuple[Path, RowGroup], capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "compact", trained[0] / "ssd", "--snapshot", "a/b")
+    assert status == store.EXIT_USAGE
+    assert "a/b" in err
+    assert "a/b-compact" not in err
+
+
+def test_a_damaged_header_comes_with_what_to_do(trained: tuple[Path, RowGroup], capsys: pytest.CaptureFixture[str]) -> None:
+    (header, *_) = (trained[0] / "ssd").rglob("STORE")
+    header.write_text(header.read_text()[:-20])
+    status, _, err = run(capsys, "inspect", trained[0] / "ssd")
+    assert status == store.EXIT_DAMAGE
+    assert "put it back from a copy" in err
