@@ -163,7 +163,7 @@ TEST(TieredRows, CleaningThatWasOverBeforeTheCallerCameIsNoWaitForIt) {
     waited_s += after.at("cleaner_stall_s") - before.at("cleaner_stall_s");
   }
   EXPECT_GT(cleaned_s, 0.001);
-  EXPECT_LT(waited_s, 0.5 * cleaned_s);
+  EXPECT_LT(waited_s, 0.3 * cleaned_s);  // counted over the round it is above half
 }
 
 }  // namespace
