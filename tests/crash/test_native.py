@@ -23,7 +23,7 @@ SANITIZER_OPTIONS = {
 # The thread sanitizer slows everything tenfold and only tests with several threads can tell it anything.
 THREADED = (
     *("Throttled", "RowStorePaths", "Tiered", "Io", "OnADrive", "Schedules", "ThreadPool", "TableGroup", "SnapshotRows"),
-    *("Dedup", "Replay", "TouchTracker", "MergeMessage", "Wire"),
+    *("Dedup", "Replay", "TouchTracker", "MergeMessage", "Wire", "FileCloser", "RemovedFiles"),
 )
 TESTS_OF = {"address": "*", "thread": ":".join(f"*{name}*" for name in THREADED)}
 
